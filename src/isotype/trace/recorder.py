@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from traceback import walk_stack
 from typing import Any
@@ -28,7 +28,7 @@ from isotype.compat.torch import (
     sizes_of,
 )
 from isotype.core.dtypes import FLOATS
-from isotype.core.operators import leaves, numbers_in, operator_name, schema_of, tensors_in, tensors_of
+from isotype.core.operators import leaves, numbers_in, tensors_of
 from isotype.core.source import asking_frame, asking_line, is_called_by, shown
 from isotype.model.loss import ends_behind
 from isotype.model.repeated_layers import calls_represented
@@ -47,9 +47,8 @@ from isotype.records.trace import (
     Origin,
 )
 from isotype.trace.dtype_reads import DtypeReads
-from isotype.trace.flops import flops_of
 from isotype.trace.ledger import Ledger
-from isotype.trace.scratch import scratch_bytes
+from isotype.trace.operator_call import CallPlace, OperatorCall, flops_of, scratch_bytes
 
 aten = torch.ops.aten
 
@@ -70,54 +69,6 @@ _FACTORIES = frozenset({"tensor", "as_tensor", "from_numpy", "asarray", "new_ten
 _TAKE_FROM = {"to": 1, "type_as": 1, "new_tensor": 0}
 _CHECKPOINTS = "_gradient_checkpointing_func"
 """Attribute of a transformers layer: its gradient checkpointing function."""
-
-
-@dataclass(slots=True)
-class CallPlace:
-    """The place of an operator: module and source line. The operator stands for `repeats` equal operators."""
-
-    module: str
-    source: Any
-    repeats: int
-    breached: bool = False
-    backward: dict[Any, CallPlace] = field(default_factory=dict)
-
-    def written_at(self, source: Any) -> CallPlace:
-        """Return the place for an operator at the line `source` in the backward of a `torch.autograd.Function`."""
-        if source is None:
-            return self  # torch's own code runs the operator (gradient checkpointing)
-        return self.backward.setdefault(source, CallPlace(self.module, source, self.repeats))
-
-
-class OperatorCall:
-    """A call of an operator.
-
-    Attributes:
-        name: name of the operator, such as `aten.mm.default`.
-        tensors: (argument name, tensor) of each tensor argument.
-        breach: the contract that the call has broken; None if there is none.
-    """
-
-    def __init__(self, func: Any, args: Any, kwargs: Any, place: CallPlace) -> None:
-        self.func, self.args, self.kwargs, self.place = func, args, kwargs, place
-        self.name, self.tensors = operator_name(func), tensors_in(func, args, kwargs)
-        self.breach: Breach | None = None
-
-    def but(self, args: Any, kwargs: Any) -> OperatorCall:
-        """Return a call of the same operator with other arguments."""
-        return OperatorCall(self.func, args, kwargs, self.place)
-
-    @cached_property
-    def floats(self) -> list[torch.Tensor]:
-        """The float operands."""
-        return [tensor for _, tensor in self.tensors if tensor.dtype in FLOATS]
-
-    @property
-    def written(self) -> list[torch.Tensor]:
-        """The operands into which the operator writes."""
-        written = schema_of(self.func).written
-        operands = self.tensors if written else ()
-        return [tensor for role, tensor in operands if role.partition("[")[0] in written]
 
 
 @dataclass

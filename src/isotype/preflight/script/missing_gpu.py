@@ -20,7 +20,7 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.preflight.script.setup_errors import line_of_script
 from isotype.records.finding import in_library
 from isotype.report.text import short_source
-from isotype.trace.fake.autocast import DeviceAutocast
+from isotype.trace.fake.functions import DeviceAutocast
 from isotype.trace.live.recorder import warnings_at_callers
 
 _ABOUT_GPUS = re.compile(

@@ -20,7 +20,7 @@ from isotype.compat.torch import (
 from isotype.core.dtypes import FLOATS, HALVES
 from isotype.core.operators import MASKED, float_indices, leaves, schema_of
 from isotype.records.trace import Breach
-from isotype.trace.recorder import OperatorCall
+from isotype.trace.operator_call import OperatorCall
 
 # Operators that write a number into a tensor -> the names of the number's argument. torch raises if the number does
 # not fit into the tensor's dtype (`Scalar::to`, c10/core/Scalar.h).

@@ -21,9 +21,9 @@ from isotype.compat.replaced import Replacements
 from isotype.compat.torch import FakeTensor
 from isotype.compat.torch_device import cpu_stands_for, fused_attention, names_of, on_cpu
 from isotype.compat.triton import without_kernels
-from isotype.contracts.contract import are_powers_of_two
+from isotype.contracts.contract import are_powers_of_two, autocast_lists
 from isotype.contracts.families import ONLY_POWERS_OF_TWO
-from isotype.core.dtypes import HALVES, dtype_name
+from isotype.core.dtypes import FLOATS, HALVES, dtype_name
 from isotype.core.errors import first_line
 from isotype.core.names import format_bytes
 from isotype.core.operators import given_tensors
@@ -39,12 +39,13 @@ from isotype.precision.devices.profile import DeviceProfile
 from isotype.records.trace import ATTENTION, NO_ATTENTION_KERNEL, Breach
 from isotype.trace.dtype_reads import DTYPE
 from isotype.trace.fake.arguments import in_operands_dtype, map_leaves, with_tensors_in, without_floats
-from isotype.trace.fake.autocast import LOWERED, SPARSE_PRODUCT, DeviceAutocast
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import SPARSE
 
 _READS = frozenset({torch.Tensor.shape, torch.Tensor.is_sparse, torch.Tensor.requires_grad})
 """Attributes that are read often. A read runs no operator, and its result is the same on all devices."""
+_LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
+_SPARSE_PRODUCT = torch.sparse.mm.__name__  # calls `addmm`, which autocast casts
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
 _PRODUCTS = frozenset({"mm", "spmm", "matmul", "__matmul__"})
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
@@ -52,6 +53,33 @@ _PACKED = _RECURRENT | {"_pack_padded_sequence", "_pad_packed_sequence"}
 _HALF_TRANSFORMS = frozenset({"cuda", "xpu"})
 """Kinds of devices with float16 Fourier transforms (torch's `promote_type_fft`). "cuda" needs sizes of 2^n."""
 _HALVES = {torch.float32: torch.float16, torch.complex64: torch.complex32}
+
+
+class DeviceAutocast:
+    """The autocast of a kind of device, simulated while the CPU's autocast is enabled."""
+
+    def __init__(self, kind: str) -> None:
+        self._there, self._here = autocast_lists(kind), autocast_lists("cpu")
+
+    def banned(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Return whether the device's autocast refuses the function `name`."""
+        return self._there.treatment(name, args, kwargs) == "banned"
+
+    def run(self, call: Callable[[Any, Any], Any], name: str, args: Any, kwargs: Any) -> Any:
+        """Return the result of `call(args, kwargs)`, where `call` runs the function `name`."""
+        writes, both = kwargs.get("out") is not None, (self._there, self._here)
+        there, here = ("" if writes else lists.treatment(name, args, kwargs) for lists in both)
+        if there in ("banned", "float32", "promote"):
+            floats = {tensor.dtype for _, tensor in given_tensors(args, kwargs) if tensor.is_floating_point()}
+            widest = floats.pop() if there == "promote" and len(floats) == 1 else torch.float32
+            with torch.autocast("cpu", enabled=False):
+                return call(*with_tensors_in(widest, (args, kwargs), HALVES))
+        if name == _SPARSE_PRODUCT or (there == "lower" and here != "lower"):
+            return call(*with_tensors_in(torch.get_autocast_dtype("cpu"), (args, kwargs), _LOWERED))
+        if here in ("float32", "promote"):
+            with torch.autocast("cpu", enabled=False):
+                return call(args, kwargs)
+        return call(args, kwargs)
 
 
 class Functions(TorchFunctionMode):
@@ -119,7 +147,7 @@ class Functions(TorchFunctionMode):
         recorder.like = recorder.cast_origin(name, args, kwargs)
         recorder.function, recorder.autocast = name, torch.get_autocast_dtype("cpu") if cast else None
         try:
-            sparse = name == SPARSE_PRODUCT
+            sparse = name == _SPARSE_PRODUCT
             if cast and (recorder.edited() is None if sparse else self._foreign):
                 return self._autocast(func, name, args, kwargs)
             return self._call(func, args, kwargs)
@@ -285,7 +313,7 @@ def _stand_in(kernel: Kernel, call: AttentionCall, cast: torch.dtype | None) -> 
         beyond = len(set(call.sizes)) > 1 or (mask is not None and mask.requires_grad)
         if not (takes and beyond):
             return scaled_dot_product_attention(**{**named, "dropout_p": 0.0})
-        return fused_attention(kernel, **named if cast is None else with_tensors_in(cast, named, LOWERED))
+        return fused_attention(kernel, **named if cast is None else with_tensors_in(cast, named, _LOWERED))
 
     return run
 

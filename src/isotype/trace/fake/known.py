@@ -13,7 +13,7 @@ from isotype.compat.torch import FakeTensor, operator_packet, version_of, withou
 from isotype.precision.devices.simulated import VALUE
 from isotype.records.trace import Call
 from isotype.trace.fake.values import LIMIT, Values
-from isotype.trace.recorder import OperatorCall
+from isotype.trace.operator_call import OperatorCall
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from isotype.core.source import shown
 from isotype.records.reach import Unreached
 from isotype.records.trace import Origin
 from isotype.trace.fake.values import is_data_dependent
-from isotype.trace.recorder import OperatorCall
+from isotype.trace.operator_call import OperatorCall
 
 aten = torch.ops.aten
 

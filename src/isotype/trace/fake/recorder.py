@@ -52,7 +52,8 @@ from isotype.trace.fake.known import Known
 from isotype.trace.fake.reach import Gradients, InputReach
 from isotype.trace.fake.twin import fake_like
 from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
-from isotype.trace.recorder import LIFTS, CallPlace, OperatorCall, Recorder
+from isotype.trace.operator_call import CallPlace, OperatorCall
+from isotype.trace.recorder import LIFTS, Recorder
 from isotype.trace.sides import Sides
 
 aten = torch.ops.aten

@@ -31,7 +31,7 @@ from isotype.records.trace import ONLY_WIDE
 from isotype.trace.fake.arguments import map_leaves
 from isotype.trace.fake.twin import fake_like
 from isotype.trace.fake.unknown import Numbers
-from isotype.trace.recorder import OperatorCall
+from isotype.trace.operator_call import OperatorCall
 
 aten = torch.ops.aten
 

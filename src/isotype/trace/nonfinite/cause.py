@@ -15,7 +15,7 @@ from isotype.core.operators import leaves, schema_of
 from isotype.model.finite import only_finite
 from isotype.model.shard import local
 from isotype.records.nonfinite import Cause, Value
-from isotype.trace.recorder import CallPlace, OperatorCall
+from isotype.trace.operator_call import CallPlace, OperatorCall
 
 _BY_ELEMENT = (
     "aten._to_copy", "aten.copy", "aten.clone", "aten.where", "aten.masked_fill", "aten.native_dropout",

@@ -1,9 +1,10 @@
-"""FLOPs of operators that multiply matrices. The formulas are PyTorch's, or isotype's if PyTorch's is missing or slow."""
+"""A call of an operator: its place, its operands, its FLOPs, and the memory that its kernel allocates and frees."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -11,8 +12,60 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from isotype.compat.torch import VARLEN_ATTENTION, FakeTensor, operator_packet
+from isotype.core.dtypes import FLOATS
+from isotype.core.operators import operator_name, schema_of, tensors_in
+from isotype.records.trace import Breach
 
 
+@dataclass(slots=True)
+class CallPlace:
+    """The place of an operator: module and source line. The operator stands for `repeats` equal operators."""
+
+    module: str
+    source: Any
+    repeats: int
+    breached: bool = False
+    backward: dict[Any, CallPlace] = field(default_factory=dict)
+
+    def written_at(self, source: Any) -> CallPlace:
+        """Return the place for an operator at the line `source` in the backward of a `torch.autograd.Function`."""
+        if source is None:
+            return self  # torch's own code runs the operator (gradient checkpointing)
+        return self.backward.setdefault(source, CallPlace(self.module, source, self.repeats))
+
+
+class OperatorCall:
+    """A call of an operator.
+
+    Attributes:
+        name: name of the operator, such as `aten.mm.default`.
+        tensors: (argument name, tensor) of each tensor argument.
+        breach: the contract that the call has broken; None if there is none.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, place: CallPlace) -> None:
+        self.func, self.args, self.kwargs, self.place = func, args, kwargs, place
+        self.name, self.tensors = operator_name(func), tensors_in(func, args, kwargs)
+        self.breach: Breach | None = None
+
+    def but(self, args: Any, kwargs: Any) -> OperatorCall:
+        """Return a call of the same operator with other arguments."""
+        return OperatorCall(self.func, args, kwargs, self.place)
+
+    @cached_property
+    def floats(self) -> list[torch.Tensor]:
+        """The float operands."""
+        return [tensor for _, tensor in self.tensors if tensor.dtype in FLOATS]
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """The operands into which the operator writes."""
+        written = schema_of(self.func).written
+        operands = self.tensors if written else ()
+        return [tensor for role, tensor in operands if role.partition("[")[0] in written]
+
+
+# FLOPs of operators that multiply matrices, by PyTorch's formulas, or by isotype's if PyTorch's is missing or slow.
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the FLOPs of one call, two for each multiply-add; 0 for operators that multiply no matrices."""
     ours, formula = _known(func)
@@ -21,7 +74,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
-@functools.cache
+@cache
 def _known(func: Any) -> tuple[Callable[[Any, Any], int] | None, Any]:
     """Return two functions that compute the FLOPs of an operator: isotype's and torch's. A missing one is None."""
     return _OURS.get(str(func).removesuffix(".default")), flop_registry.get(operator_packet(func))
@@ -84,3 +137,27 @@ _OURS: dict[str, Callable[[Any, Any], int]] = {
     "bitsandbytes.gemv_4bit": _product,
     "bitsandbytes.int8_mixed_scaled_mm": _product,
 }
+
+
+# Memory that an operator's kernel allocates and frees. No dispatch mode records these tensors.
+def _int8_product(result: Any, _: Any, on_cpu: bool) -> int:
+    elements: int = result.numel()
+    return 16 * elements - elements * result.itemsize if on_cpu else 4 * elements
+
+
+# Operator -> bytes from (first result, arguments, whether the device is a CPU). On a CPU, bitsandbytes (0.50) computes
+# int8 layers by operators of torch, with up to four tensors in int32 or float32.
+_BYTES: dict[str, Callable[[Any, Any, bool], int]] = {
+    "aten._safe_softmax.default": lambda scores, _, on_cpu: scores.numel(),  # a mask of bytes
+    "bitsandbytes.gemm_4bit.default": lambda _, args, on_cpu: prod(args[2]) * args[0].itemsize,  # the weight
+    "bitsandbytes.int8_mixed_scaled_mm.default": _int8_product,
+    "bitsandbytes.int8_vectorwise_quant.default": lambda codes, _, on_cpu: (
+        (8 if on_cpu else 3) * codes.numel()
+    ),
+}
+
+
+def scratch_bytes(name: str, kind: str, args: Any, result: Any) -> int:
+    """Return the most bytes that the kernel of the operator `name` allocates besides its results, on a device of this kind."""
+    size = _BYTES.get(name)
+    return size(result, args, kind == "cpu") if size else 0

@@ -1,4 +1,4 @@
-"""FLOPs of attention, by hand."""
+"""FLOPs of attention, by hand; memory that kernels allocate and free inside of one operator."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import re
 import tomllib
 from pathlib import Path
 
+import bitsandbytes.functional as functional
 import pytest
 import torch
 from packaging.version import Version
 from torch.nn.attention import varlen
 from torch.utils.flop_counter import FlopCounterMode
 
-from isotype.trace.flops import flops_of
+from isotype.trace.operator_call import flops_of, scratch_bytes
+from tests.allocations import peak_of
 
 ATEN = torch.ops.aten
 QUERY, KEY = (2, 8, 5, 16), (2, 4, 7, 16)
@@ -83,3 +85,41 @@ def test_the_oldest_torch_still_needs_our_own_names() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     torch_bound = next(each for each in project["project"]["dependencies"] if each.startswith("torch>="))
     assert Version(re.sub(r"^torch>=([\d.]+).*", r"\1", torch_bound)) < Version("2.12")
+
+
+OPS = torch.ops.bitsandbytes
+ROWS, INPUTS, OUTPUTS = 2048, 64, 96
+
+
+def nearly(measured: int) -> object:
+    return pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_layers_on_a_cpu(dtype: torch.dtype) -> None:
+    rows = torch.randn(ROWS, INPUTS, dtype=dtype)
+    codes, scales, _ = functional.int8_vectorwise_quant(torch.randn(OUTPUTS, INPUTS).half())
+    half = rows.half()
+    quantize = OPS.int8_vectorwise_quant.default
+    peak, (quantized, row_scales, outliers) = peak_of(lambda: quantize(half, 6.0))
+    added = scratch_bytes(str(quantize), "cpu", (half, 6.0), quantized)
+    assert quantized.nbytes + added == nearly(peak)
+    product = OPS.int8_mixed_scaled_mm.default
+    arguments = (rows, quantized, codes, row_scales, scales, outliers, None)
+    peak, (result, _) = peak_of(lambda: product(*arguments))
+    assert result.nbytes + scratch_bytes(str(product), "cpu", arguments, result) == nearly(peak)
+    assert 0 < scratch_bytes(str(product), "cuda", arguments, result) < peak / 2
+
+
+def test_a_4bit_weight_is_dequantized() -> None:
+    packed, state = functional.quantize_4bit(torch.randn(OUTPUTS, INPUTS), quant_type="nf4")
+    rows = torch.randn(ROWS, INPUTS)
+    arguments = (rows, packed.view(-1, 1), state.shape, state.absmax, state.blocksize, "nf4")
+    peak, result = peak_of(lambda: OPS.gemm_4bit.default(*arguments))
+    added = scratch_bytes("bitsandbytes.gemm_4bit.default", "cpu", arguments, result)
+    assert added == OUTPUTS * INPUTS * 4
+    assert result.nbytes + added == nearly(peak)
+
+
+def test_other_operators_have_none() -> None:
+    assert scratch_bytes("aten.mm.default", "cpu", (), torch.empty(3)) == 0
