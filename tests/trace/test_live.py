@@ -9,6 +9,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -21,11 +22,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isotype.compat.torch import is_simulated, no_modes, put_under, take_out
 from isotype.preflight.check import check
+from isotype.ranges.recorder import RangeRecorder
 from isotype.records.request import Setup
 from isotype.records.trace import Failure
 from isotype.trace.live.forward import Averages, Beginning, named_inputs
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder
 from isotype.trace.live.watch import Watch
+from isotype.trace.nonfinite.recorder import FirstNonFinite
 from tests.measured_step import measure_step
 
 
@@ -428,16 +431,40 @@ def _step(function: Callable[..., torch.Tensor], x: torch.Tensor, other: torch.d
     return ends
 
 
+def _live() -> ExitStack:
+    with ExitStack() as modes:
+        modes.enter_context(recorder := LiveRecorder("cpu"))
+        modes.enter_context(LiveFunctions(recorder))
+        return modes.pop_all()
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "recorder": _live,
+    "search for NaN": lambda: FirstNonFinite(nn.Linear(1, 1), stop=False),
+    "averages": lambda: Averages(lambda _: None),
+    "ranges": RangeRecorder,
+}
+
+
 @pytest.mark.real_cpu
-@pytest.mark.parametrize("function", CASTS_INSIDE)
-def test_kernels_that_cast_inside_run_as_without_a_recorder(function: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "modes"),
+    [
+        (function, modes)
+        for function in CASTS_INSIDE
+        for modes in (*((mode,) for mode in MODES), ("averages", "recorder"))
+        if (function, *modes) != ("sparse", "ranges")  # the recorder of ranges reads dense tensors only
+    ],
+)
+def test_kernels_that_cast_inside_run_as_without_a_recorder(function: str, modes: tuple[str, ...]) -> None:
     random = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for dtype, other in itertools.product(dtypes, dtypes):
         x = torch.randn(4, 4, generator=random).to(dtype)
         expected = _step(CASTS_INSIDE[function], x, other)
-        recorder = LiveRecorder("cpu")
-        with recorder, LiveFunctions(recorder):
+        with ExitStack() as active:
+            for mode in modes:
+                active.enter_context(MODES[mode]())
             ends = _step(CASTS_INSIDE[function], x, other)
         assert repr(ends) == repr(expected), (dtype, other)
 

@@ -62,6 +62,29 @@ class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
+_CASTS_INSIDE = frozenset(
+    {
+        torch.ops.aten._sparse_addmm,
+        torch.ops.aten.linalg_matrix_exp,
+        torch.ops.aten.linalg_pinv,
+        torch.ops.aten.roll,
+        torch.ops.aten._chunk_cat,
+    }
+)
+"""Operators whose kernels call functions in the CPU's autocast lists."""
+
+
+def run_in_mode(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator in a dispatch mode. torch disables autocast in a mode, but the kernels in `_CASTS_INSIDE` use it."""
+    if isinstance(func, OpOverload) and operator_packet(func) in _CASTS_INSIDE:
+        with torch._C._RestorePythonTLSSnapshot():  # the state at the call of the operator
+            casts = torch.is_autocast_enabled("cpu")
+        if casts:
+            with torch.autocast("cpu", torch.get_autocast_dtype("cpu")):
+                return func(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
 class ModeStack:
     """The functions that read and change one of torch's two stacks of modes: function modes or dispatch modes."""
 

@@ -21,6 +21,7 @@ from isotype.compat.torch import (
     in_backward,
     last_node_number,
     node_number,
+    run_in_mode,
     without_dispatch,
 )
 from isotype.core.names import named
@@ -148,11 +149,11 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
-            return func(*args, **kwargs)
+            return run_in_mode(func, args, kwargs)
         short = _short(func)
         if short not in _SHAPES:
             args, kwargs = with_values(short, args, kwargs)
-        result = func(*args, **kwargs)
+        result = run_in_mode(func, args, kwargs)
         if not self._paused:
             with without_dispatch():
                 self._write(func, short, args, kwargs, result)

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import optimizer as optimizers
 
 from isotype.compat.compiler import uncompiled
-from isotype.compat.torch import UncompiledMode, has_compiler, put_under, storage_of, take_out
+from isotype.compat.torch import UncompiledMode, has_compiler, put_under, run_in_mode, storage_of, take_out
 from isotype.core.dtypes import HALVES
 from isotype.core.operators import ADDS_IN_PLACE, operator_name, tensors_of
 from isotype.core.source import asking_line, is_called_by, shown
@@ -158,7 +158,8 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
             self._after_step.enter_context(optimizers.register_optimizer_step_post_hook(again))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = run_in_mode(func, args, kwargs)
         name = operator_name(func)
         adds, averaging = ADDS_IN_PLACE.match(name), _AVERAGING.fullmatch(name)
         if not self._reported and (adds or averaging):
@@ -167,7 +168,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
                 self._merge, self._reported = self._call(name, args[0], source, MERGED_WEIGHT), True
                 return result
             firsts = [arg[0] if isinstance(arg, (list, tuple)) and arg else arg for arg in args]
-            scales = (kwargs or {}).get("alpha", 1) != 1
+            scales = kwargs.get("alpha", 1) != 1
             operands, new = list(tensors_of(firsts)), next(tensors_of(result), None)
             averages = averaging is not None and self._track(averaging["name"], operands, new, scales)
             copies = (t for t in tensors_of(args[0]) if self._kinds(t) == {"copy"})

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from isotype.compat import torch_device
 from isotype.compat.standard import frame_above
-from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks, is_simulated
+from isotype.compat.torch import OpOverload, current_node, forget_gradient_hooks, is_simulated, run_in_mode
 from isotype.contracts.contract import autocast_lists, contracts_for, contracts_here
 from isotype.core.dtypes import FLOATS, HALVES, autocast_dtype, dtype_name
 from isotype.core.errors import error_line, first_line
@@ -39,16 +39,13 @@ from isotype.trace.dtype_reads import DTYPE
 from isotype.trace.fake.code import named_tensors
 from isotype.trace.fake.recorder import is_about_dtypes
 from isotype.trace.live.terms import Terms
-from isotype.trace.recorder import ORIGIN, OperatorCall, Recorder
+from isotype.trace.operator_call import OperatorCall
+from isotype.trace.recorder import ORIGIN, Recorder
 from isotype.trace.weights import memory_kind, packed_bytes, state_tensors, tensors_and_weights
 
 aten = torch.ops.aten
 
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
-_CASTS_INSIDE = frozenset(
-    {aten._sparse_addmm, aten.linalg_matrix_exp, aten.linalg_pinv, aten.roll, aten._chunk_cat}
-)
-"""Operators whose kernels call functions in the CPU's autocast lists."""
 # Functions of a backward. Their names would hide the function that made a cast.
 _BACKWARDS = frozenset({"backward", "grad"})
 
@@ -111,22 +108,14 @@ class LiveRecorder(Recorder):
         skipped = self.fault or (ignored and getattr(func, "namespace", "") != COLLECTIVES)
         skipped = skipped or len(self.calls) >= self._limit or os.getpid() != self._process
         if skipped or not isinstance(func, OpOverload):
-            return self._run(func, args, kwargs)
+            return run_in_mode(func, args, kwargs)
         try:
-            result = self._run(func, args, kwargs)
+            result = run_in_mode(func, args, kwargs)
         except Exception as error:
             self._book(self._raised, func, args, kwargs, error)
             raise
         self._book(self._done, func, args, kwargs, result)
         return result
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator. torch disables autocast in a mode, but a kernel that casts needs it."""
-        inside = getattr(func, "overloadpacket", None) in _CASTS_INSIDE and self._lists is None
-        if not inside or self.autocast is None:
-            return func(*args, **kwargs)
-        with torch.autocast(self.autocast_device, self.autocast):
-            return func(*args, **kwargs)
 
     def _book(self, note: Callable[..., _Noted], *args: Any) -> _Noted | None:
         """Call a method of the recorder and count its time. An error, or too much time, ends the recording: return None."""

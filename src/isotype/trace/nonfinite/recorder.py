@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from isotype.compat.torch import OpOverload, current_node, storage_key
+from isotype.compat.torch import OpOverload, current_node, run_in_mode, storage_key
 from isotype.core.operators import is_view, leaves
 from isotype.core.source import shown
 from isotype.model.shard import local
@@ -85,10 +85,10 @@ class FirstNonFinite(Recorder):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.finding is not None or not isinstance(func, OpOverload):
-            return func(*args, **kwargs)
+            return run_in_mode(func, args, kwargs)
         self._turn()
         call = TensorCall(func, args, kwargs, self._place())
-        result = func(*args, **kwargs)
+        result = run_in_mode(func, args, kwargs)
         if func in LIFTS:
             _add(self._constant, result)  # `torch.tensor(0.0)` in the code
         elif not is_view(func):
