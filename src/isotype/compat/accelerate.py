@@ -1,7 +1,5 @@
 """accelerate (1.13 to 1.15): attributes that it sets on models and optimizers. This file does not import accelerate."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """bitsandbytes (0.50): access to private attributes of quantized weights, and a fix for its CPU kernels. Imported on use."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import logging

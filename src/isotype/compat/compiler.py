@@ -14,8 +14,6 @@ These modules import all of `torch._dynamo` without compiling anything (torch 2.
 tests/compat/test_compiler.py fails when this file is no longer needed.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

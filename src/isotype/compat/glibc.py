@@ -1,7 +1,5 @@
 """glibc: settings of its memory allocator."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

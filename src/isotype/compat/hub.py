@@ -1,7 +1,5 @@
 """huggingface_hub: finds out in seconds if the hub is reachable. The library itself tries for half a minute."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Callbacks for the import of a module, in any thread and by any importer."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Signals that end a command (Ctrl-C, SIGTERM, SIGHUP), and exit statuses for them."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

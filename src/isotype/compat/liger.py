@@ -6,8 +6,6 @@ module's class. A method on the instance would override the new class's method. 
 as Liger does.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 
 from torch import nn

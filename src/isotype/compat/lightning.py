@@ -1,7 +1,5 @@
 """Lightning Fabric (2.1 to 2.6): its check that a script calls `fabric.backward`. This file does not import Lightning."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

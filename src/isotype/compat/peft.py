@@ -1,7 +1,5 @@
 """PEFT (0.21): base models, layers of `all-linear`, adapters on parameters. PEFT is imported on use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter

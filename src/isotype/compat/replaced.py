@@ -1,7 +1,5 @@
 """Reads, sets and replaces attributes of other libraries' modules, classes and objects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps

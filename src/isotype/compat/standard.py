@@ -1,7 +1,5 @@
 """Private parts of Python's standard library and of NumPy: frames, argparse, imports, processes, bit generators."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

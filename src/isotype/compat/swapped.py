@@ -4,8 +4,6 @@ After a swap, `isinstance`, `deepcopy`, pickle and fully qualified names work as
 `torch.nn.utils.parametrize` and FSDP2 swap classes in the same way.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import types

@@ -1,7 +1,5 @@
 """Chat templates of transformers (5.20 to 5.24): limits of time, memory and text, and the date that they write."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

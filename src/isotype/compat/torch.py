@@ -4,8 +4,6 @@ Code outside of `compat/` uses no private name of torch. tests/compat/test_torch
 means something else. docs/compat.md lists all names.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +75,7 @@ _CASTS_INSIDE = frozenset(
 def run_in_mode(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator in a dispatch mode. torch disables autocast in a mode, but the kernels in `_CASTS_INSIDE` use it."""
     if isinstance(func, OpOverload) and operator_packet(func) in _CASTS_INSIDE:
-        with torch._C._RestorePythonTLSSnapshot():  # the state at the call of the operator
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # as at the operator's call
             casts = torch.is_autocast_enabled("cpu")
         if casts:
             with torch.autocast("cpu", torch.get_autocast_dtype("cpu")):

@@ -4,8 +4,6 @@ torch's `Module._apply` (torch/nn/modules/module.py, torch 2.13) swaps a fake pa
 fails if a recorded operator or a later backward uses the parameter.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

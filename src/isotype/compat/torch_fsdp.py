@@ -1,7 +1,5 @@
 """torch: private parts of FSDP2, of its GradScaler, and of a process group without other processes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

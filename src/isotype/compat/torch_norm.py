@@ -1,7 +1,5 @@
 """torch's private GPU operators of RMSNorm. The weight must have the input's dtype. `offset` is not supported."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """torchvision (0.20 to 0.29): makes its import succeed even if its compiled operators are for another torch."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@ Only functions that need transformers import it. tests/compat/test_transformers.
 something else.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping

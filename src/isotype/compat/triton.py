@@ -1,7 +1,5 @@
 """triton (3.0 to 3.9): skips kernels on fake tensors, and hides the list of leaked objects at the end of a process."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterator

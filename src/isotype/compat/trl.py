@@ -4,8 +4,6 @@
 https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module

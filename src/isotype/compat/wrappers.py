@@ -1,7 +1,5 @@
 """Parts that wrappers of other libraries put into module names. This file imports no library."""
 
-from __future__ import annotations
-
 from typing import Final
 
 ORIGINAL: Final = "_orig_mod"

@@ -7,8 +7,6 @@ Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}`, 
 `{"float": "inf"}`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules for families of operators. The rules decide calls that were not measured, so their verdicts are `assumed`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

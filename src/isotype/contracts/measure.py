@@ -25,8 +25,6 @@ Calls run in a child process. If a call ends the process (or the device fails), 
 the measurement goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import itertools

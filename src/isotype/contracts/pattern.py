@@ -11,8 +11,6 @@ For operators with lists of tensors, the lengths of the lists do not matter:
   if all its patterns are accepted.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Settings of torch's CUDA allocator. torch reads them once, so isotype sets them before it imports torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """A command-line parser that reports all invalid arguments in one error, and suggests similar valid ones."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import math

@@ -1,7 +1,5 @@
 """Cache folders of isotype and Hugging Face's libraries. A temporary folder replaces a folder that is not writable."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

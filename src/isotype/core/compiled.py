@@ -5,8 +5,6 @@ other users cannot write to. The checksum in a file's name is verified before th
 library can kill the process (SIGBUS).
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Consoles for text without markup and with escaped control characters, and a progress bar."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """Conversion between dtype names and `torch.dtype`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

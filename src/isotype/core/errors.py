@@ -1,7 +1,5 @@
 """Errors that isotype raises on purpose. An error lists all problems: given value, expected value, and a fix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self

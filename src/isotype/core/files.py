@@ -10,8 +10,6 @@ files: all files are then new, or all are old. Before `recover`, the directory m
 - `.isotype-publishing/`: complete files that are being moved into the directory.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

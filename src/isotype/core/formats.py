@@ -3,8 +3,6 @@
 bitsandbytes has the code books of all formats except mxfp4.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Conversion of frozen records to JSON and back. `python -m tools.schemas` writes their JSON Schemas."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """torch's operators by name, their schemas, and their tensor arguments."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

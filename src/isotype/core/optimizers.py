@@ -1,7 +1,5 @@
 """Facts about optimizers (package, state dtype, kernels), by parts of the names that `--optim` accepts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Calls `from_pretrained` of transformers and PEFT, and never runs a checkpoint's code."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

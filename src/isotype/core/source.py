@@ -1,7 +1,5 @@
 """Finds the source lines that call operators or raise errors."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import re

@@ -1,7 +1,5 @@
 """Tables of facts and texts: JSON files in the folders of the modules that read them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

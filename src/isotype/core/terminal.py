@@ -1,7 +1,5 @@
 """Output to terminals and log files: encodings, control characters, broken streams, and commands for a shell."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import re

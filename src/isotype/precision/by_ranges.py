@@ -1,7 +1,5 @@
 """Decisions for float16 by measured ranges: dtype of the residual stream, exceptions, initial loss scale."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace

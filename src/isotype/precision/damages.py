@@ -3,8 +3,6 @@
 The damage says how much a model's output changes if a layer is stored in fewer bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Decides the precision policy from the model's facts, a device profile, the user's request and measured ranges."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The facts about a model that decide its precision policy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

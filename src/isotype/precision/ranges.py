@@ -1,7 +1,5 @@
 """Measured value ranges of a model. They decide a float16 policy."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

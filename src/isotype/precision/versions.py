@@ -3,8 +3,6 @@
 The requirements are read from the packages' metadata, including isotype's; no package is imported.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Applies the actions of a fix to a model, or to its copy on fake tensors, and undoes them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """`isotype.check`: reports on one training step of a model, a trainer or a request, before the step runs."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Builds a request for one step of a trainer: with its model, first batch, loss and arguments."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`isotype.repair`: applies fixes to the real model. Another trace has verified them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 

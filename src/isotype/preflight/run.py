@@ -1,7 +1,5 @@
 """Checks a requested step: traces the step, finds the problems, and tries their fixes."""
 
-from __future__ import annotations
-
 import ast
 import logging
 import math

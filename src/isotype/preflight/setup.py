@@ -1,7 +1,5 @@
 """The settings of a requested step, with all defaults, and the errors about invalid arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any

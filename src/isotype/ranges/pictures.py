@@ -4,8 +4,6 @@ The model's processor creates these inputs from blank images. If there is no pro
 config, provided that the config has the necessary values.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence

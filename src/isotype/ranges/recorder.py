@@ -1,7 +1,5 @@
 """Records the magnitudes of a running step: a dispatch mode for operators, hooks for modules and gradients."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The measured model: a copy that shares the original model's weights, and converts a weight when it is used."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Phases of a step, and its memory by phase and kind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """Frozen data about the first non-finite value of a step: operator, operands and cause."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

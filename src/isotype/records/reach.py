@@ -1,7 +1,5 @@
 """Frozen data about a step: which inputs and weights change which predictions and gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """A request for one training step, which `preflight.run` executes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

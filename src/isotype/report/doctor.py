@@ -1,7 +1,5 @@
 """The report of `isotype doctor`: dtypes and speeds of the device, libraries, necessary changes, and a verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

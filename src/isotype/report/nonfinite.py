@@ -1,7 +1,5 @@
 """Describes the first NaN or infinity of a step: its operator, module, source line, cause and fix."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

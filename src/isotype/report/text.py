@@ -1,7 +1,5 @@
 """Formats amounts and source lines, and wraps text for a console, in all reports."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """The rules. Each file `ist###_….py` defines one rule: a pure function that takes a trace and returns findings."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

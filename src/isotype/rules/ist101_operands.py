@@ -25,8 +25,6 @@ cast of a stored weight that may round its values. `isotype.repair` makes an uns
 **Seen in** NVIDIA-NeMo/Automodel #1622, #1540, #1633; huggingface/transformers #29974, #25598.
 """
 
-from __future__ import annotations
-
 from isotype.rules.kit.groups import Claim
 
 _HEADLINE = "{given} instead of {expected} in an operator that requires equal dtypes"

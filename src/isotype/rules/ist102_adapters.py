@@ -25,8 +25,6 @@ loses small updates (IST801).
 **Seen in** NVIDIA-NeMo/Automodel #1540; huggingface/peft #1172, #1249; axolotl #3310.
 """
 
-from __future__ import annotations
-
 import math
 
 from isotype.core.names import in_module

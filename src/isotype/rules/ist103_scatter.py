@@ -23,8 +23,6 @@ rows, `isotype.repair` casts its outputs. Otherwise edit the line that the repor
 #1349; chemprop/chemprop #780; cvg/glue-factory #76; Lightning-AI/litgpt #542.
 """
 
-from __future__ import annotations
-
 from isotype.rules.kit.groups import SCATTERS, Claim
 
 _HEADLINE = "{given} instead of {expected} in a scatter, which requires equal dtypes"

@@ -21,8 +21,6 @@ cache in the query's dtype. They change no stored value. Unsafe: a cast of a sto
 **Seen in** huggingface/trl #1460; unslothai/unsloth #827; huggingface/transformers #25598.
 """
 
-from __future__ import annotations
-
 from isotype.core.operators import ATTENTION_KERNELS
 from isotype.rules.kit.groups import Claim
 

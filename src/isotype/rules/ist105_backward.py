@@ -26,8 +26,6 @@ the forward's autocast.
 pytorch/ao #4616; unslothai/unsloth #320; NVIDIA-NeMo/Automodel #3652.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from isotype.records.trace import Trace

@@ -22,8 +22,6 @@ float32 is exact. Unsafe: a cast of the convolution's weight that may round its 
 #5313.
 """
 
-from __future__ import annotations
-
 from isotype.rules.kit.groups import Claim
 
 _HEADLINE = "{given} instead of {expected} in a convolution"

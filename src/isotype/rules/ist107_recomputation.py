@@ -26,8 +26,6 @@ the first. Then both compute the same values. Unsafe: a step without autocast, w
 **Seen in** pytorch/pytorch #193338, #71124; NVIDIA/TransformerEngine #791; NVIDIA-NeMo/Automodel #2083 (default dtype).
 """
 
-from __future__ import annotations
-
 from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.finding import Fix

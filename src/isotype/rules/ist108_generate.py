@@ -23,8 +23,6 @@ without autocast in a callback, in a pipeline and after training.
 unslothai/unsloth #3723.
 """
 
-from __future__ import annotations
-
 from isotype.rules.kit.groups import Broken, Claim
 
 

@@ -24,8 +24,6 @@ pytorch/pytorch #61098, #117844, #144040; cai4cai/torchsparsegradutils #53; thum
 innnky/so-vits-svc #11; ldeecke/gmm-torch #27; open-mmlab/mmdetection #4746; Lightning-AI/pytorch-lightning #13871.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -23,8 +23,6 @@ a cast of the norm's stored weight or bias that may round its values.
 **Seen in** tloen/alpaca-lora #313; unslothai/unsloth-zoo #680; huggingface/transformers #30945; GVCLab/PersonaLive #57.
 """
 
-from __future__ import annotations
-
 from isotype.rules.kit.groups import Claim
 
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm", "instance_norm")

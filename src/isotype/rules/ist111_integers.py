@@ -31,8 +31,6 @@ tensors are exact, but no cast restores ids that a float dtype has rounded.
 deepspeedai/DeepSpeed #5701; QwenLM/Qwen3 #44; intel/auto-round #1380.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from isotype.core.dtypes import EXACT_INTEGERS, dtype_name, named_integer

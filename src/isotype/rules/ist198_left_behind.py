@@ -19,8 +19,6 @@ objects that the finding names, because these objects may still hold a fake tens
 **Seen in** losses that draw their own batches; caches in compiled extensions.
 """
 
-from __future__ import annotations
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings

@@ -30,8 +30,6 @@ accepts.
 **Seen in** models with data-dependent shapes (jetmoe), kernels without a fake implementation.
 """
 
-from __future__ import annotations
-
 import re
 
 from isotype.core.dtypes import named_integer

@@ -33,8 +33,6 @@ dtype is safe if that dtype represents every value of the weight; otherwise it i
 **Seen in** huggingface/transformers #25598; bitsandbytes #1515, #1569; unslothai/unsloth #1186.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

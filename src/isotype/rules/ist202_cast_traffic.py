@@ -29,8 +29,6 @@ The matmuls get the same 16-bit values as before, but a merged or saved model lo
 **Seen in** huggingface/peft #1172; AgileRL #623.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

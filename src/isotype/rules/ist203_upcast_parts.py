@@ -32,8 +32,6 @@ Unsafe if a cast would change a value, or if the check cannot read the values. W
 **Seen in** huggingface/peft #3265; bitsandbytes #1515, #1569; axolotl #2621; unslothai/unsloth #1186.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name

@@ -32,8 +32,6 @@ the cast, and the outputs stay in 16 bits.
 **Seen in** huggingface/accelerate #3477, #3620; radixark/miles #2764.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

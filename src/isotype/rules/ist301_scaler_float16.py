@@ -34,8 +34,6 @@ yk7333/d3po #6; koda-dernet/Side-Step #39; mk-minchul/AdaFace #127; QwenAudio/Fu
 SJTU-DMTai/LIFT #9; Lightning-AI/pytorch-lightning #5140, #7078; huggingface/accelerate #1778.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.core.dtypes import dtype_name

@@ -25,8 +25,6 @@ to float32 keeps every value.
 AttentionX/InstructBLIP_PEFT #3; unslothai/unsloth #4005.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.records.trace import Trace

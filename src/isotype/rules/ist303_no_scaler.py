@@ -27,8 +27,6 @@ the same number. Neither rounds. A cast of the parameters to float32 keeps every
 huggingface/sentence-transformers #3233; afiaka87/glide-finetune #5; matanbt/TROPT #8.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

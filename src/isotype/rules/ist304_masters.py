@@ -24,8 +24,6 @@ dtype is safe if that dtype represents every value; otherwise it is unsafe.
 #3310.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.core.dtypes import dtype_name

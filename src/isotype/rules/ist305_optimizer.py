@@ -21,8 +21,6 @@ float32 keep every value. If the moments have another dtype, create the optimize
 **Seen in** pytorch/pytorch #110758; NVIDIA/TransformerEngine #3358; deepspeedai/DeepSpeed #7746; HomebrewML/HeavyBall #26.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -26,8 +26,6 @@ dtype.
 **Seen in** oobabooga/textgen #3460; huggingface/trl #3598; huggingface/accelerate #2846.
 """
 
-from __future__ import annotations
-
 from isotype.core.dtypes import dtype_name
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import Trace

@@ -46,8 +46,6 @@ LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039; sacmehta/EdgeNets #14;
 guopengf/FL-MRCM #10; bboylyg/NAD #8; thuml/predrnn-pytorch #11; somuchtome/SimAC #3; SheldonTsui/GOF_NeurIPS2021 #2.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

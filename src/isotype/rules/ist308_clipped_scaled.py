@@ -39,8 +39,6 @@ the loss scale.
 nerfstudio-project/nerfacc #307; starrytong/SCNet #7; microsoft/Swin-Transformer #311; Azure/MS-AMP #45; Haian-Jin/LVSM #19.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

@@ -41,8 +41,6 @@ udacity/deep-learning-v2-pytorch #12; huggingface/diffusers #4733; huggingface/t
 huggingface/diffusers #9850; huggingface/peft #1303.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -24,8 +24,6 @@ float32 scales do not change.
 **Seen in** unslothai/unsloth #4005, #4918; huggingface/diffusers #11270.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name

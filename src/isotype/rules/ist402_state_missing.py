@@ -22,8 +22,6 @@ is required` or a bare `AssertionError`.
 **Seen in** haotian-liu/LLaVA #1028; axolotl-ai-cloud/axolotl #2992.
 """
 
-from __future__ import annotations
-
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import base_name
 from isotype.records.trace import Trace, Weight

@@ -26,8 +26,6 @@ unslothai/unsloth-zoo #1132; huggingface/peft #929, #1720, #1999; haotian-liu/LL
 TransformerLensOrg/TransformerLens #1276.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

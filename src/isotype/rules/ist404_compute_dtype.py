@@ -22,8 +22,6 @@ layers. The packed codes and their scales do not change.
 bigcode-project/bigcode-evaluation-harness #192; huggingface/alignment-handbook #107.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name

@@ -22,8 +22,6 @@ does not restore the scales.
 **Seen in** bitsandbytes 0.50, which rounds the scales in evaluations on CPUs with AVX512-BF16 (reported as IST407).
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.core.dtypes import dtype_name

@@ -25,8 +25,6 @@ its dtype. A new buffer for each call is safe too, but slower. You have to edit 
 **Seen in** unslothai/unsloth #4026.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from isotype.records.trace import SHARED, Trace

@@ -29,8 +29,6 @@ slower without bitsandbytes' fused kernel. If the weights are already repacked, 
 **Seen in** bitsandbytes 0.50: `_convert_weight_packed_for_cpu` in `bitsandbytes/functional.py`.
 """
 
-from __future__ import annotations
-
 from isotype.records.finding import Severity
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of, fix

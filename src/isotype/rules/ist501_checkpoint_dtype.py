@@ -33,8 +33,6 @@ If the earlier cast to the wrong dtype has rounded the weights, load the checkpo
 **Seen in** facebookresearch/metaseq #254; huggingface/peft #2421; axolotl #902.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.core.dtypes import FLOATS, dtype_name

@@ -29,8 +29,6 @@ adapter. Or a trained copy (`modules_to_save`) keeps the base model's dtype.
 **Seen in** huggingface/peft #2421; huggingface/diffusers #6514.
 """
 
-from __future__ import annotations
-
 from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped
 from isotype.records.trace import Trace

@@ -40,8 +40,6 @@ checkpoint, and `isotype.fuse` changes no weight. If weights were already rounde
 d8ahazard/sd_dreambooth_extension #1415; konpatp/diffae #16; AndreasBergmeister/ram #6.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch

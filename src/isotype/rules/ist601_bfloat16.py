@@ -25,8 +25,6 @@ T5) may exceed 65,504, the largest float16 number. Watch the loss.
 #2090; Dao-AILab/flash-attention #762; reports of T4 and V100 users of every trainer.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.core.names import grouped, short

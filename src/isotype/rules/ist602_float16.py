@@ -24,8 +24,6 @@ frozen float16 weights to bfloat16, because it loses three of their eleven bits.
 **Seen in** LoRA trainings on CPUs; reports of slow float16 matmuls in the issues of pytorch/pytorch.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.records.trace import Trace

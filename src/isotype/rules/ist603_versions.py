@@ -25,8 +25,6 @@ this check.
 **Seen in** huggingface/transformers #41889; bitsandbytes #1688.
 """
 
-from __future__ import annotations
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice

@@ -28,8 +28,6 @@ values.
 lucidrains/denoising-diffusion-pytorch #239; lucidrains/x-transformers #143; lucidrains/MEGABYTE-pytorch #6.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name

@@ -42,8 +42,6 @@ moments of the gradients. 16-bit storage rounds weights whose float32 values do 
 **Seen in** huggingface/transformers #17089 and artidoro/qlora #261 (evaluations).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -27,8 +27,6 @@ uses bfloat16; this is unsafe if frozen float16 weights have to be cast.
 intel/torch-xpu-ops #1742.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -29,8 +29,6 @@ trained parameters of each dtype into a separate unit.
 bitsandbytes-foundation/bitsandbytes #1709; modelscope/twinkle #182; NVIDIA-NeMo/Automodel #1677; huggingface/accelerate #3985.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -22,8 +22,6 @@ For int8 weights, you have to load the model in nf4, which rounds to 4 bits, or 
 axolotl-ai-cloud/axolotl #2250; hiyouga/LlamaFactory #3853.
 """
 
-from __future__ import annotations
-
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import grouped
 from isotype.records.trace import Trace

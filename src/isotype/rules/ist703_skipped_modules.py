@@ -27,8 +27,6 @@ gathered with the layer. IST705 reports the same problem under DDP.
 **Seen in** isotype's own training of rows with and without images over two processes.
 """
 
-from __future__ import annotations
-
 from isotype.core.names import listed
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace

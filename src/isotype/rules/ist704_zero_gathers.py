@@ -24,8 +24,6 @@ because 16-bit adapters lose small updates (IST801).
 **Seen in** deepspeedai/DeepSpeed #8072; huggingface/trl #6089.
 """
 
-from __future__ import annotations
-
 import math
 
 from isotype.core.dtypes import dtype_name

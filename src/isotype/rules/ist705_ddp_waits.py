@@ -25,8 +25,6 @@ with a single process. The search for unused parameters makes each step a little
 **Seen in** huggingface/trl #6617; hiyouga/LlamaFactory #5680, #6376; huggingface/peft #393.
 """
 
-from __future__ import annotations
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, reach_of

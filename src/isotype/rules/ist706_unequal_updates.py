@@ -35,8 +35,6 @@ all processes.
 **Seen in** modelscope/FunASR #3472; facebookresearch/fairscale #421; huggingface/picotron #5.
 """
 
-from __future__ import annotations
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice

@@ -26,8 +26,6 @@ kyegomez/SingLoRA #6; unslothai/unsloth-zoo #680; huggingface/trl #1644;
 pytorch/pytorch #191763; Lorenzo-Mazza/VersatIL #5.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -26,8 +26,6 @@ mask that is filled with `torch.finfo(dtype).min` hides the same positions. Infi
 #254; axolotl-ai-cloud/axolotl #902; google/gemma_pytorch #24.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

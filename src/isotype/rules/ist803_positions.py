@@ -28,8 +28,6 @@ autocast.
 wfondrie/depthcharge #82; nkalyanv99/UNI-D2 #6.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator
 

@@ -21,8 +21,6 @@ digits that were rounded away, so load the checkpoint again.
 **Seen in** huggingface/transformers #5651.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name

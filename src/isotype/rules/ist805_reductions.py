@@ -22,8 +22,6 @@ copy, such as the logits. A sum in float32 (`total += loss.float()`) takes none.
 **Seen in** huggingface/transformers #31267.
 """
 
-from __future__ import annotations
-
 import math
 
 from isotype.core.dtypes import HALVES, dtype_name

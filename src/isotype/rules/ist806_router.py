@@ -25,8 +25,6 @@ experts for a few tokens.
 **Seen in** pytorch/torchtitan #2389; NVIDIA-NeMo/Automodel #3650.
 """
 
-from __future__ import annotations
-
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import starred
 from isotype.records.finding import Action, Finding, Fix

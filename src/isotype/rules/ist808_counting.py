@@ -21,8 +21,6 @@ so Adam's bias correction stops too, and every later update is too small.
 **Seen in** EleutherAI/gpt-neox #1003; pytorch/ao #4915; vllm-project/speculators #411, #899.
 """
 
-from __future__ import annotations
-
 import math
 
 from isotype.core.dtypes import EXACT_INTEGERS, dtype_name

@@ -31,8 +31,6 @@ can have larger values, so the report gives the headroom: 65504 divided by this 
 #4005; unslothai/unsloth-zoo #600; NVIDIA/apex #379.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -23,8 +23,6 @@ the same number. If the scale is too large, the scaler skips one step and halves
 diverged because most of their gradients were too small for float16.
 """
 
-from __future__ import annotations
-
 import math
 
 from isotype.precision.ranges import first_loss_scale

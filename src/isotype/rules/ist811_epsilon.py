@@ -28,8 +28,6 @@ new bound is `1 - torch.finfo(dtype).eps`. A line that computes in float32 can k
 MinishLab/model2vec #368; fastino-ai/GLiNER2 #155; lightonai/pylate #239.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name

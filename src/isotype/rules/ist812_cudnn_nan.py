@@ -26,8 +26,6 @@ float32. The reason for NaN from convolutions is not known; the reports have tor
 **Seen in** pytorch/pytorch #58123, #69449, #77955, #196678; ultralytics/yolov5 #5815, #7908; dreamgaussian/dreamgaussian #36; huggingface/trl #7181 (DPO and KTO); kyutai-labs/pocket-tts #264.
 """
 
-from __future__ import annotations
-
 import re
 
 import torch

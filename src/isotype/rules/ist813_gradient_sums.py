@@ -25,8 +25,6 @@ float16, a sum of 1,259.
 **Seen in** NVIDIA/Megatron-LM #502; mlnomadpy/flaxchat #6.
 """
 
-from __future__ import annotations
-
 import math
 
 from isotype.core.dtypes import HALVES, dtype_name

@@ -30,8 +30,6 @@ rows).
 **Seen in** pytorch/pytorch #103749; bytedance/UniVR #13; huggingface/trl #6671; hiyouga/LlamaFactory #4278.
 """
 
-from __future__ import annotations
-
 from isotype.core.names import grouped, plural, short
 from isotype.records.finding import Finding
 from isotype.records.trace import Call, Trace

@@ -28,8 +28,6 @@ sequence. If a layer cannot separate sequences, train without packing.
 modelscope/ms-swift #4439.
 """
 
-from __future__ import annotations
-
 from isotype.records.finding import Action, Fix
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of

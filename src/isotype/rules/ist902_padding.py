@@ -24,8 +24,6 @@ same predictions as without padding.
 TransformerLensOrg/TransformerLens #1609.
 """
 
-from __future__ import annotations
-
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of
 

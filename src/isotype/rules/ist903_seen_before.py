@@ -29,8 +29,6 @@ higher, because the model no longer sees the answers.
 (Gemma 2); tatp22/linformer-pytorch #25; keras-team/keras #23038.
 """
 
-from __future__ import annotations
-
 from isotype.core.names import plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace

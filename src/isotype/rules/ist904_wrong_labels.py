@@ -22,8 +22,6 @@ the model shifts them again, as all models of transformers do.
 open-jarvis/OpenJarvis #521.
 """
 
-from __future__ import annotations
-
 from isotype.core.names import plural
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace

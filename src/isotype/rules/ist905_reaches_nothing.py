@@ -24,8 +24,6 @@ model replaces the image's features or the mask by other values.
 **Seen in** huggingface/transformers #808; TransformerLensOrg/TransformerLens #1607.
 """
 
-from __future__ import annotations
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, reach_of

@@ -27,8 +27,6 @@ Weights that the batch does not use, such as those of a vision tower in a batch 
 verl-project/verl #1821 (lora_alpha 0).
 """
 
-from __future__ import annotations
-
 from isotype.core.names import plural, starred
 from isotype.records.finding import Finding, Severity
 from isotype.records.reach import Reach

@@ -24,8 +24,6 @@ that is trained.
 **Seen in** deepseek-ai/DeepSeek-V2 #48 (experts that drop tokens over their capacity); laekov/fastmoe #34.
 """
 
-from __future__ import annotations
-
 from isotype.records.finding import Severity
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, finding_of_leak, reach_of

@@ -31,8 +31,6 @@ still count as much as others.
 **Seen in** huggingface/trl #2604, #5710; huggingface/transformers #34191.
 """
 
-from __future__ import annotations
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice, reach_of

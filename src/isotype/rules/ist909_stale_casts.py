@@ -31,8 +31,6 @@ gradient at the values that the weights had at the start. The loss varies with t
 **Seen in** X-GenGroup/Flow-Factory #186.
 """
 
-from __future__ import annotations
-
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
 from isotype.rules.kit.findings import Findings, advice

@@ -1,7 +1,5 @@
 """Remembers which line of a script created each parameter and buffer in its dtype, or cast it to this dtype."""
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping

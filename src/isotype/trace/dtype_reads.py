@@ -4,8 +4,6 @@ Each read of `Tensor.dtype` is recorded with the current instruction of the func
 cast is searched in the cast's arguments, then in code that set the variables or attributes there (`ctx.dtype`).
 """
 
-from __future__ import annotations
-
 import ast
 import dis
 import linecache

@@ -1,7 +1,5 @@
 """Counts the bytes of all live tensors, fake or real, during a step, by kind of memory."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ operator of the backward to its operator of the forward. `trace.fake.recorder` r
 `trace.live` a real step.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

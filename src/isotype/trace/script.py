@@ -1,7 +1,5 @@
 """Reads the script's code for misspelt arguments, and for reasons of dtypes that no traced operator shows."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import linecache

@@ -1,7 +1,5 @@
 """Finds the main dtype of each part of a model, to decide which operand of an operator has the wrong dtype."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

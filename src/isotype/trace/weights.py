@@ -1,7 +1,5 @@
 """Reads dtype, shape, kind of module, quantization and magnitude of each parameter and buffer of a model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -10,8 +10,6 @@ The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (tor
 4. Plain operators (`math`), which materialize all scores in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import Literal

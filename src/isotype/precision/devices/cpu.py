@@ -4,8 +4,6 @@ oneDNN runs convolutions, recurrent layers and 16-bit matmuls: bfloat16 with AVX
 AVX512-FP16 or AMX. On other CPUs, torch's own kernels run, which accept other dtypes than oneDNN.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """Checks this machine for `isotype doctor`: measures matmul rates, reads library versions and tries bitsandbytes."""
 
-from __future__ import annotations
-
 import json
 import platform
 import subprocess

@@ -3,8 +3,6 @@
 This module does not import torch, so that a command refuses an unknown name quickly.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import cache

@@ -6,8 +6,6 @@ than another. So the matrices grow only if the next size surely fits the time li
 other programs slow all dtypes equally.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 its driver returns, so that tests can simulate any machine.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping

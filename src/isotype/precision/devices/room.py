@@ -1,7 +1,5 @@
 """The memory of a device that a training step may use."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 All fake tensors are on the CPU. Their `FakeTensorMode` has attributes with the properties of the simulated device.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Builds the request for a script's step before the step runs. The check runs then, or after a crash."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

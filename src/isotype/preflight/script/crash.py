@@ -1,7 +1,5 @@
 """Explains the exception that ended a script under `isotype run`, from the recorded step and from another trace of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The output of `isotype run`: before the first step, after a step, and at the script's end."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -7,8 +7,6 @@ Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess
 command. Other programs (a shell, another environment's Python) are not watched.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Runs a script's GPU code on the CPU, if `--device` names a GPU that this machine lacks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import ExitStack

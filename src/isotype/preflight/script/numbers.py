@@ -4,8 +4,6 @@ A hook on the model stores references to the inputs of the step's forwards. A ho
 the values. torch's `backward` and `GradScaler.step` are wrapped, to find the loss and skipped steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Prints the output of `isotype run` to standard error: status lines, findings, failed calls and reports."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from functools import partial

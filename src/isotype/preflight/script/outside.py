@@ -1,7 +1,5 @@
 """Dtype errors outside of watched steps: the line that raised the error, the tensors in local variables, and advice."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Watches one process of an `isotype run`, from the import of torch to the report at the end."""
 
-from __future__ import annotations
-
 import dis
 import linecache
 import os

@@ -1,7 +1,5 @@
 """Explains errors while a script loads, moves or quantizes a model, adds an adapter, or builds a trainer."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

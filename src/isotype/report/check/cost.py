@@ -1,7 +1,5 @@
 """A training step in words: its devices, set-up, memory, FLOPs and the lower bound of its time."""
 
-from __future__ import annotations
-
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes, plural
 from isotype.records.request import Setup

@@ -4,8 +4,6 @@ The page's content security policy forbids all external resources, and all scrip
 places of the finding under the mouse pointer or with the keyboard focus.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import PurePath

@@ -1,7 +1,5 @@
 """The report of a check as JSON and SARIF. `python -m tools.schemas` writes `schema.json`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

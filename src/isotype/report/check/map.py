@@ -4,8 +4,6 @@ Modules with equal names up to the first number (`layers.0`, `layers.1`) form a 
 name, such as the number of an expert, becomes `*`. Successive equal layers share their rows in the table.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

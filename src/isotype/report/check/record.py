@@ -1,7 +1,5 @@
 """The result of a check as data, which other modules write as text, JSON, SARIF and HTML."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """The public report of a check: its data, also as text, JSON, SARIF and HTML."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The results are quantiles and medians over sampled micro-batches, which one unusual batch hardly changes.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass

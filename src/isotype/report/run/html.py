@@ -4,8 +4,6 @@ The page's content security policy forbids all external resources, and all scrip
 `run.js` draws the curves with uPlot.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The data of a training run, its JSON format, and sentences about its losses and rewards."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Possible fixes of wrong operand dtypes: casts of weights, buffers, inputs or outputs, changed lines, and autocast."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch

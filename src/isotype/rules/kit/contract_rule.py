@@ -1,7 +1,5 @@
 """The findings of rules on broken contracts (IST1xx). One finding contains all operators that fail for one cause."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

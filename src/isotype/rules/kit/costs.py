@@ -6,8 +6,6 @@ its operators, without fusion and launch costs. Estimates for tiny models mean l
 their time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Constructors of findings and fixes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Broken contracts grouped by cause."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The matrix products of routers. Their scores choose the experts in a mixture of experts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

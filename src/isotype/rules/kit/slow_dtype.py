@@ -1,7 +1,5 @@
 """Code that IST601 and IST602 share: matmuls in a 16-bit dtype that the device runs slowly or not at all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

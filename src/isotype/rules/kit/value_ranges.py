@@ -4,8 +4,6 @@ A value has about the same magnitude in every dtype, unless it overflows. One me
 for all its traces, even with fixes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

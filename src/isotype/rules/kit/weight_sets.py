@@ -1,7 +1,5 @@
 """Code that the rules on weights share: sets of weights, their names, and their casts."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Wording of names, places and causes in findings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from isotype.core.dtypes import dtype_name

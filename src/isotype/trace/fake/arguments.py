@@ -1,7 +1,5 @@
 """Functions for operators' arguments and results: find numbers that overflow a dtype, cast tensors, map nested values."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence

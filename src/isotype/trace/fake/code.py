@@ -1,7 +1,5 @@
 """The code that runs in a step: the model, its inputs or its loss, the optimizer, generation."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -5,8 +5,6 @@ faster. It contains the calls that torch caches (`_validate_cache_key` in torch/
 views. The meta kernels of torch compute the results of frequent operators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

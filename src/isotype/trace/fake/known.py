@@ -1,7 +1,5 @@
 """Finds failures that do not depend on the weights: an index out of range, or a NaN that follows from known values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

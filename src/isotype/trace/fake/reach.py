@@ -4,8 +4,6 @@ An input that no operator connects to the loss cannot change the loss. For all o
 small copy of the model whether they change it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from traceback import walk_stack

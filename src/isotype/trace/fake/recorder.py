@@ -5,8 +5,6 @@ value. If the device would refuse an operator's operands because of their dtypes
 converts the operands and continues.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import threading

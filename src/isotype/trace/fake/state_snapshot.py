@@ -6,8 +6,6 @@ scheduler, an average of weights, or a cache. The snapshot stores the attributes
 copies of real tensors, because the step writes into fakes.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import gc

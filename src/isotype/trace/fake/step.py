@@ -1,7 +1,5 @@
 """A training step on fake tensors: forward, backward, unscale, optimizer, and generation on request."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math

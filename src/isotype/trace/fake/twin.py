@@ -4,8 +4,6 @@ The user's model is not changed. Its parameters and buffers, real or on the meta
 attributes of its modules are copied, so that a forward changes only the twin.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

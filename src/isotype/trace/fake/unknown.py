@@ -5,8 +5,6 @@ syntax tree of the code, this module chooses a number with which the step works:
 rounds.
 """
 
-from __future__ import annotations
-
 import ast
 import dis
 import linecache

@@ -5,8 +5,6 @@ the inputs alone are computed and stored on the fake tensors. Values that depend
 dtypes of a step do not depend on them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import cache

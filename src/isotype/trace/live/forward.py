@@ -1,7 +1,5 @@
 """Examines the forwards of a running script: input names, training or not, and stale casts or copies of weights."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Reads the gradients of the step that an optimizer is about to make."""
 
-from __future__ import annotations
-
 import gc
 import re
 from bisect import bisect_left

@@ -4,8 +4,6 @@ Memory of the recorder itself does not count in the ledger. If the recorder fail
 `LiveRecorder.fault`; the step goes on.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

@@ -1,7 +1,5 @@
 """Finds terms of a loss that have lost their graph, while a step is recorded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

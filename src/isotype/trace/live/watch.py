@@ -5,8 +5,6 @@ live recorder. The recorder is below the script's dispatch modes, so it records 
 After the requested number of steps, hooks, modes and references to the script's tensors are removed.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import warnings

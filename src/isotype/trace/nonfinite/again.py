@@ -1,7 +1,5 @@
 """Runs a step a second time to find the first operator with a non-finite result; the model stays unchanged."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

@@ -5,8 +5,6 @@ an attention mask, infinities that follow from this -inf, and uninitialized memo
 reported. The operands are checked only if the result is not finite, so a finite step takes one pass over each result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Leaks: predictions that depend on inputs that they must not depend on. Each source of leaks has its own test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace

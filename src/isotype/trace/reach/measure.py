@@ -1,7 +1,5 @@
 """Measures which inputs affect which predictions: changes an input of a small copy and compares the copy's logits."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

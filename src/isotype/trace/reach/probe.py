@@ -1,7 +1,5 @@
 """The predictions of a small copy for a batch, and how other inputs change these predictions."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

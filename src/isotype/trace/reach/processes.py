@@ -4,8 +4,6 @@ With FSDP, all processes together gather a group of weights and reduce the gradi
 gradient together. If the batch of one process skips a module, the processes call different collectives or wait forever.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Sequence
