@@ -5,7 +5,7 @@ Parts, in this order:
 0. machine: the device, the versions, whether every library can be imported;
 1. smoke: sft in nf4, bf16, int8, fp16 and fp32, sharded by FSDP2, dpo and grpo of a tiny model, beside the same on the CPU; resume, merge, chat; doctor;
    which kernels are taken and why;
-2. contracts: what each operator accepts on this device (`python -m tools.contracts.measure`);
+2. contracts: what each operator accepts on this device (`python -m isotype.contracts.measure`);
 3. exactness: fused layers and every kernel against float64, beside PEFT's own; models of several dtypes in turn and on two streams; the
    host's time of small batches;
 4. speed: `benchmarks/gpu_train.py`, a model of Llama-3-8B's shape by isotype, TRL, TRL with Liger's kernels, and bare loops: nf4 and bf16,

@@ -1,6 +1,6 @@
-"""Record examples of every operator that real training steps call, for `tools.contracts.measure` to replay.
+"""Record examples of every operator that real training steps call, for `isotype.contracts.measure` to replay.
 
-    python benchmarks/sweep_operators.py [--only llama,gpt2] [-o tools/contracts/examples.json]
+    python benchmarks/sweep_operators.py [--only llama,gpt2] [-o src/isotype/contracts/tables/examples.json]
 
 Each architecture takes one real step on the CPU (forward, backward, clipping, optimizer), dense and with LoRA, in
 float32 and bfloat16, with nf4 and int8 weights and under autocast. A dispatch mode keeps up to three calls of each
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tools.contracts.example import Json, NotAnExampleError, encode, is_float, tensors_in
-from tools.contracts.measure import EXAMPLES, write_json
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.contracts.contract import TABLES, is_exempt
+from isotype.contracts.example import Json, NotAnExampleError, encode, is_float, tensors_in
+from isotype.contracts.measure import EXAMPLES, write_json
 from isotype.contracts.pattern import Layout, layout_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

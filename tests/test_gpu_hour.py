@@ -265,7 +265,7 @@ def test_commands_of_other_programs_parse(options: Options, monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", agreement.command(options)[1:])
     read: Namespace = script._arguments()
     assert (read.device, read.limit) == (options.device, 6 if options.small else 150)
-    assert contracts.command(options)[1:3] == ["-m", "tools.contracts.measure"]
+    assert contracts.command(options)[1:3] == ["-m", "isotype.contracts.measure"]
     small = exactness.small_adapter_command(options, "bfloat16")
     assert (ROOT / small[1]).is_file()
     for name in suite.limits(options):

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isotype.contracts.contract import TABLE, AutocastLists
-from tools.contracts.measure import write_json
+from isotype.contracts.measure import write_json
 
 AUTOCAST_KINDS: tuple[str, ...] = ("cpu", "cuda", "xpu", "mps")
 _LOWER = torch.bfloat16  # every device's autocast takes it; float16 has the same lists

@@ -25,7 +25,7 @@ def command(options: Options) -> list[str]:
         arguments += ["--examples", str(options.scratch / "few-examples.json")]
     elif options.device == "cpu":
         arguments += ["--base", "cpu-avx2"]
-    return [sys.executable, "-m", "tools.contracts.measure", *arguments]
+    return [sys.executable, "-m", "isotype.contracts.measure", *arguments]
 
 
 def table(options: Options) -> Path:
@@ -36,8 +36,8 @@ def table(options: Options) -> Path:
 def run(options: Options, name: str) -> Iterator[Row]:
     """The results of a job."""
     if options.small:
-        recorded = ROOT / "tools" / "contracts" / "examples.json"
-        examples = json.loads(recorded.read_text(encoding="utf-8"))
+        tables = ROOT / "src" / "isotype" / "contracts" / "tables"
+        examples = json.loads((tables / "examples.json").read_text(encoding="utf-8"))
         chosen = dict(list(examples.items())[:: max(1, len(examples) // _FEW)])
         options.scratch.mkdir(parents=True, exist_ok=True)
         (options.scratch / "few-examples.json").write_text(json.dumps(chosen), encoding="utf-8")

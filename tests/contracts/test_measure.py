@@ -15,8 +15,6 @@ import torch
 from benchmarks.sweep_operators import trimmed
 from hypothesis import given
 from hypothesis import strategies as st
-from tools.contracts.example import NotAnExampleError, decode, encode, is_float, tensors_in
-from tools.contracts.measure import EXAMPLES, combinations, difference, measure, measure_operator, write_json
 
 from isotype.contracts.contract import (
     CPU_TABLES,
@@ -28,6 +26,15 @@ from isotype.contracts.contract import (
     contracts_of,
     read_table,
     tables_in,
+)
+from isotype.contracts.example import NotAnExampleError, decode, encode, is_float, tensors_in
+from isotype.contracts.measure import (
+    EXAMPLES,
+    combinations,
+    difference,
+    measure,
+    measure_operator,
+    write_json,
 )
 from isotype.contracts.pattern import CORRUPTS, fill, layout_of, letters_in
 from isotype.precision.devices.cpu import this_cpu, this_onednn
@@ -229,7 +236,7 @@ def test_the_command_measures(tmp_path: Path) -> None:
     name = "aten.mm.default"
     examples, table = tmp_path / "examples.json", tmp_path / "table.json"
     examples.write_text(json.dumps({name: json.loads(EXAMPLES.read_text(encoding="utf-8"))[name]}))
-    ended = run_module("tools.contracts.measure", "--examples", examples, "-o", table)
+    ended = run_module("isotype.contracts.measure", "--examples", examples, "-o", table)
     assert ended.returncode == 0, ended.stderr[-1000:]
     assert list(json.loads(table.read_text(encoding="utf-8"))["operators"]) == [name]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tools.contracts.measure import write_json
 
 from isotype.contracts import contract
 from isotype.contracts.contract import (
@@ -21,6 +20,7 @@ from isotype.contracts.contract import (
     table_name,
     tables_in,
 )
+from isotype.contracts.measure import write_json
 from isotype.precision.devices.profile import device_profile
 
 B, F, H = torch.bfloat16, torch.float32, torch.float16

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tools.contracts.example import decode, is_float, tensors_in
-from tools.contracts.measure import EXAMPLES, REFUSALS, combinations, overload
 from torch import nn
 
 from isotype.contracts.contract import contracts_for
+from isotype.contracts.example import decode, is_float, tensors_in
+from isotype.contracts.measure import EXAMPLES, REFUSALS, combinations, overload
 from isotype.contracts.pattern import FLOAT_DTYPES
 from isotype.core.errors import first_line
 from tests.cpus import MACHINE, seeing

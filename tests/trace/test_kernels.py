@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tools.contracts.example import decode
-from tools.contracts.measure import read_examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from isotype.contracts.example import decode
+from isotype.contracts.measure import read_examples
 from isotype.preflight.check import check
 from isotype.trace.fake import kernels
 from isotype.trace.fake.kernels import Kernels

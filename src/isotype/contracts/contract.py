@@ -127,7 +127,7 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Return a table from a file of `tools.contracts.measure`. A file with a `base` contains only differences from it."""
+    """Return a table from a file of `isotype.contracts.measure`. A file with a `base` contains only differences from it."""
     content = json.loads(path.read_text(encoding="utf-8"))
     base = read_table(path.with_name(f"{content['base']}.json")) if "base" in content else Table("", (), {})
     start = len(base.messages)

@@ -1,14 +1,14 @@
 """Measures which operand dtypes a device's operators accept, by real calls with all combinations of dtypes.
 
-    python -m tools.contracts.measure --device cuda -o src/isotype/contracts/tables     # cuda-sm75-torch2.13.json
-    python -m tools.contracts.measure --device cpu --base cpu-avx2 -o cpu-amx.json
-    python -m tools.contracts.measure --device cpu --base cpu-avx2 -o cpu-avx2-torch2.15.json
+    python -m isotype.contracts.measure --device cuda -o src/isotype/contracts/tables     # cuda-sm75-torch2.13.json
+    python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-amx.json
+    python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-avx2-torch2.15.json
 
-CPUs with the same instruction set have the same table. `cpu-avx2.json` contains all operators, and the tables of
+CPUs with the same instruction set have the same table. `tables/cpu-avx2.json` contains all operators, and the tables of
 other instruction sets and torch releases contain only the operators that differ. The variables `ATEN_CPU_CAPABILITY` and
 `ONEDNN_MAX_CPU_ISA` limit a CPU to a smaller instruction set.
 
-Every example in `examples.json` is replayed with new tensors of a few elements. The float operands get
+Every example in `tables/examples.json` is replayed with new tensors of a few elements. The float operands get
 combinations of float32, bfloat16 and float16 (and of float64, if the example has it):
 
 - up to 4 float operands: all combinations;
@@ -46,6 +46,16 @@ import torch
 
 from isotype.compat.torch import OpOverload
 from isotype.contracts.contract import KINDS, TABLES, UNSPECIFIED, read_table, table_name
+from isotype.contracts.example import (
+    REFUSALS,
+    Json,
+    corrupted,
+    decode,
+    has_dtype_argument,
+    is_float,
+    results_of,
+    tensors_in,
+)
 from isotype.contracts.pattern import (
     CORRUPTS,
     FLOAT_DTYPES,
@@ -60,16 +70,6 @@ from isotype.contracts.pattern import (
 from isotype.core.errors import first_line
 from isotype.core.files import write_whole
 from isotype.precision.devices.profile import device_profile
-from tools.contracts.example import (
-    REFUSALS,
-    Json,
-    corrupted,
-    decode,
-    has_dtype_argument,
-    is_float,
-    results_of,
-    tensors_in,
-)
 
 # Name of a float dtype in messages -> its letter, and the format specification for the name.
 _SPELLINGS = {
@@ -80,8 +80,8 @@ _SPELLINGS = {
 _WORD = re.compile(r"(?<![\w.])(" + "|".join(map(re.escape, _SPELLINGS)) + r")(?![\w.]*\w)")
 _MOST = 256  # readings to try for a message
 
-EXAMPLES = Path(__file__).with_name("examples.json")
-GPU_EXAMPLES = Path(__file__).with_name("examples_gpu.json")
+EXAMPLES = TABLES / "examples.json"
+GPU_EXAMPLES = TABLES / "examples_gpu.json"
 """Calls of the attention kernels of GPUs; this file is written by hand."""
 
 _TORCH_NAMES = {"rocm": "cuda"}  # device kind -> torch's name of it
@@ -251,7 +251,7 @@ def _measured_in_children(
         while remaining:
             work.write_text(json.dumps(remaining), encoding="utf-8")
             results.touch()
-            child = [sys.executable, "-m", "tools.contracts.measure", "--device", device]
+            child = [sys.executable, "-m", "isotype.contracts.measure", "--device", device]
             ended = subprocess.run([*child, "-o", results, "--child", work], check=False)
             for line in results.read_text(encoding="utf-8").splitlines():
                 result = json.loads(line)
@@ -297,7 +297,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def main() -> None:
     """Run the command line: measure a device, write its table, and print a summary."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.contracts.measure", description=__doc__, allow_abbrev=False
+        prog="python -m isotype.contracts.measure", description=__doc__, allow_abbrev=False
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     file = "file for the table, or a folder for a table file that is named after device and torch version"
