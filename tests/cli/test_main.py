@@ -278,7 +278,7 @@ def test_a_signal_ends_a_command_with_its_status(
 
 
 def test_the_first_rank_that_fails_reports_as_often_as_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    # After "out of memory; this fits …", the same rank prints the error itself.
+    # After "out of memory; this command fits …", the same rank prints the error itself.
     first_to_fail.cache_clear()
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

@@ -154,7 +154,7 @@ def test_a_training_that_ran_out_of_memory_says_what_fits(
     with pytest.raises(torch.OutOfMemoryError):
         training.train("sft", argv, Console())
     line = " ".join(capsys.readouterr().err.split())
-    assert "out of memory; this fits (" in line
+    assert "out of memory; this command fits (" in line
     assert "--per_device_train_batch_size 8 " in line
     assert "--gradient_accumulation_steps 8 " in line
 
@@ -194,7 +194,7 @@ def test_a_check_of_what_does_not_fit_names_what_does(config: Path, room: None) 
     fixes = findings[0].fixes
     assert fixes[0].verified
     assert fixes[0].text == (
-        f"this fits: isotype sft --model_name_or_path {config.parent} --dtype float16 --max_length 256 "
+        f"this command fits: isotype sft --model_name_or_path {config.parent} --dtype float16 --max_length 256 "
         "--per_device_train_batch_size 1 --dataset_name embedded:precision_qa --gradient_checkpointing True "
         "--gradient_accumulation_steps 1"
     )
@@ -209,5 +209,5 @@ def test_where_other_storage_fits_no_longer_rows_are_traced(
     monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(3 * 2**20, "3 MiB"))
     options, command = parse_options([str(config), "--device", "t4", "--dtype", "float16", "--length", "256"])
     fix = with_nearest((FINDING,), plan_of(options, command), command)[0].fixes[0]
-    assert fix.text.startswith("this fits, with quantization int8 instead of None")
+    assert fix.text.startswith("this command fits, with quantization int8 instead of None")
     assert formula == [(1, 256)] * 2  # int8 and nf4: the weights alone do not fit in float16

@@ -186,8 +186,8 @@ def test_the_command_of_a_fix_can_be_pasted(width: int) -> None:
     assert max(map(len, command.splitlines())) <= width
     assert tuple(shlex.split(command.replace("\\\n", ""))) == COMMAND
     assert text.count("isotype sft") == 1
-    assert "to do      IST605: this fits (the command above)\n" in text
-    assert f"this fits: {shlex.join(COMMAND)}" in unescape(to_html(lacking_memory()))
+    assert "to do      IST605: this command fits (the command above)\n" in text
+    assert f"this command fits: {shlex.join(COMMAND)}" in unescape(to_html(lacking_memory()))
 
 
 COMMAND = ("isotype", "sft", "--model_name_or_path", "my models/llama", "--per_device_train_batch_size", "4",
@@ -196,7 +196,7 @@ COMMAND = ("isotype", "sft", "--model_name_or_path", "my models/llama", "--per_d
 
 def lacking_memory() -> Report:
     """A step that does not fit, with a command that does, more notes than are shown, and more fixes."""
-    fits = Fix("this fits", "safe", True, (), "at most 12.5 GiB are used", COMMAND)
+    fits = Fix("this command fits", "safe", True, (), "at most 12.5 GiB are used", COMMAND)
     others = tuple(
         Fix(words, "safe", False, (Action("advice", "memory", words),))
         for words in (
@@ -210,7 +210,7 @@ def lacking_memory() -> Report:
         "the step does not fit: 21.1 GiB at the peak of the backward, more than 12.5 GiB",
         phase="backward",
         cause="activations take 20.9 GiB",
-        notes=tuple(f"one tensor of {size} MiB" for size in (512, 256, 128, 64)),
+        notes=tuple(f"the step allocates 1 tensor of {size} MiB" for size in (512, 256, 128, 64)),
         fixes=(fits, *others),
         kind="memory",
         code="IST605",

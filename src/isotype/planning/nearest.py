@@ -97,7 +97,9 @@ def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command
     words, other = _changes(command, row), row.command
     same = other.rows == command.rows * other.processes // command.processes and not words
     used = f"{format_bytes(row.peak)} are used"
-    fix = Fix(f"this fits{words}", "safe" if same else "unsafe", True, outcome=used, command=other.tokens())
+    fix = Fix(
+        f"this command fits{words}", "safe" if same else "unsafe", True, outcome=used, command=other.tokens()
+    )
     return tuple(replace(f, fixes=(fix, *f.fixes)) if f.kind == "memory" else f for f in findings)
 
 
@@ -134,4 +136,4 @@ def advice(command: Command) -> str:
     if row is None:
         return f"out of memory, and {tried}; isotype plan shows what fits on another device"
     used, changes = format_bytes(row.peak), _changes(command, row)
-    return f"out of memory; this fits{changes} ({used}):\n{printed_command(row.command.tokens(), indent=4)}"
+    return f"out of memory; this command fits{changes} ({used}):\n{printed_command(row.command.tokens(), indent=4)}"

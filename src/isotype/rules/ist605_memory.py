@@ -53,7 +53,7 @@ import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.formats import why_kept
-from isotype.core.names import format_bytes, grouped, stacked
+from isotype.core.names import format_bytes, grouped, plural, stacked
 from isotype.core.optimizers import state_bytes
 from isotype.records.finding import Action, Cost, Finding, Fix
 from isotype.records.memory import BETWEEN_STEPS, Phase
@@ -140,16 +140,12 @@ def largest_tensors(trace: Trace) -> Iterator[str]:
     sizes = {key: key[2].itemsize * math.prod(key[3]) for key in numbers}
     for key in sorted(sizes, key=lambda key: -sizes[key])[:_LARGEST]:
         module, source, dtype, shape = key
-        tensor = f"one tensor of {_counted(sizes[key], numbers[key])}: {dtype_name(dtype)} {list(shape)}"
-        yield f"{tensor} in {module or 'the model'} at {source}"
+        tensors = f"{plural(numbers[key], 'tensor')} of {format_bytes(sizes[key])}"
+        yield f"the step allocates {tensors}: {dtype_name(dtype)} {list(shape)} in {module or 'the model'} at {source}"
     weights = grouped(trace.weights, lambda w: (_NUMBERS.sub(".*.", w.name), dtype_name(w.dtype), w.shape))
     heaviest = sorted(weights.items(), key=lambda item: -item[1][0].bytes)[:_HEAVIEST]
     for (name, stored, shape), equal in heaviest:
-        yield f"one weight of {_counted(equal[0].bytes, count(equal))}: {stored} {list(shape)} {name}"
-
-
-def _counted(size: int, times: int) -> str:
-    return f"{format_bytes(size)}{f', {times} of them' if times > 1 else ''}"
+        yield f"{plural(count(equal), 'weight')} of {format_bytes(equal[0].bytes)}: {stored} {list(shape)} {name}"
 
 
 def _fixes(trace: Trace, savings: Sequence[Saving], over: int) -> Fixes:
