@@ -4,8 +4,6 @@ Names are imported when they are first used: `import isotype` loads neither tran
 patches nothing.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """The command `isotype`, and `python -m isotype`."""
 
-from __future__ import annotations
-
 import sys
 
 

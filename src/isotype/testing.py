@@ -3,8 +3,6 @@
 pytest loads the fixture if isotype is installed (entry point `pytest11`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`isotype.load`: loads a model, or a saved adapter and its base, and adds the adapter to the base."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

@@ -4,8 +4,6 @@ The matrices of a block stay on the meta device until the block is read. Embeddi
 when the model is loaded.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ The rules follow the source code of these programs' loaders on 2026-11-27:
   for rsLoRA).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """`measure_quality` measures how the next-token distribution changes if a linear layer is stored in fewer bits."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext

@@ -1,7 +1,5 @@
 """Writes an unquantized model as a GGUF file, with the names and values that llama.cpp's converter would write."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Gathers the facts about a model that decide its precision policy, before a weight is read."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Fills a model's tensors one at a time from mapped files, and converts them to the model's dtypes and formats."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any

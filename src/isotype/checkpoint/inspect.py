@@ -1,7 +1,5 @@
 """Inspects a checkpoint from its headers alone, and plans how each of its tensors is loaded under a policy."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 transformers' `from_pretrained` builds the model, and isotype streams the weights from the files.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence

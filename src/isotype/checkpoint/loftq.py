@@ -10,8 +10,6 @@ If the input channels have the second moments m, the squared output error is Σ 
 left singular vectors of D diag(√m).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

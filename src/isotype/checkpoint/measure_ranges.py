@@ -1,7 +1,5 @@
 """`measure_ranges` records the largest values of a model in memory, or of a checkpoint that is read module by module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

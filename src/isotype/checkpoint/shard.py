@@ -1,7 +1,5 @@
 """Loads a checkpoint on several processes: each process reads and keeps only its rows of every tensor."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter

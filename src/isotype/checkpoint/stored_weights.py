@@ -1,7 +1,5 @@
 """Reads the weights of a checkpoint one at a time, by the model's names."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property

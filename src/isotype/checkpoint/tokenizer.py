@@ -1,7 +1,5 @@
 """Reads the tokenizer or processor of a checkpoint. The files are checked first, and no code of the checkpoint is run."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Dequantizes the weights of quantized checkpoints, of GGUF blocks (with the library gguf) and of loaded layers."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ transformers chooses the model's classes and the layers to quantize. bitsandbyte
 packed weights and quantization states. So names, shapes and dtypes are those that the installed versions produce.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack

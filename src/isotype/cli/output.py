@@ -1,7 +1,5 @@
 """The consoles of the commands, and the warnings of libraries."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -4,8 +4,6 @@ The script runs in this process as with `python SCRIPT`. torch is not imported b
 set threads and visible devices. Only the script writes to standard output.
 """
 
-from __future__ import annotations
-
 import builtins
 import runpy
 import shutil

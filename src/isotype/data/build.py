@@ -4,8 +4,6 @@ Every row is checked, and a problem names the line or the row in its file. In a 
 files or data sets of `datasets`, only the first 1000 rows are checked.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import hashlib

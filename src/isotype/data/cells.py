@@ -1,7 +1,5 @@
 """Checks of a row's cells: types of values, roles and parts of messages, and keys that exclude messages from the loss."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections import Counter

@@ -3,8 +3,6 @@
 The columns are those of `_prepare_dataset` in TRL's trainers. TRL's errors about wrong columns name no line.
 """
 
-from __future__ import annotations
-
 import difflib
 import shlex
 from collections import Counter

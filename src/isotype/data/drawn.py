@@ -5,8 +5,6 @@ One sixth of the combinations of number, colour and form is only in the test spl
 machine: the seed is fixed, shapes are drawn in whole pixels, and no font is used.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

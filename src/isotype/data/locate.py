@@ -1,7 +1,5 @@
 """Find the files of a data set on this machine: a file, a directory, or a data set of the package."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import re

@@ -1,7 +1,5 @@
 """Facts about each training method: its command, its trainer in TRL, the columns of its rows, its kind of loss."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal

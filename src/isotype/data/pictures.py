@@ -1,7 +1,5 @@
 """Images in rows of a data set: where they are stored, and checks of their files before training."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

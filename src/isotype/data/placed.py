@@ -8,8 +8,6 @@ The input has one of these formats:
 - A folder of images: a column of images, and captions as texts.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """Converts rows of a data set to the format of a trainer: names of columns, roles of messages, images, labels."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A reader yields (line, row), or (line, `Problem`) for an unreadable row. The sam
 set. Blank lines and a byte order mark are skipped.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import hashlib

@@ -4,8 +4,6 @@
 and "NA" into null, and add to each object all keys of the objects in other rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import reduce
 from typing import Any

@@ -4,8 +4,6 @@ The names of speakers come from FastChat, axolotl, LLaMA-Factory, unsloth and th
 keys of messages. Without renamed speakers, templates would write `<|im_start|>gpt`, a role that is unknown to models.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import chain

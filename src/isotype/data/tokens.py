@@ -1,7 +1,5 @@
 """Rows of token ids: checks of their columns, and labels made from masks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`isotype.fuse` replaces layers of a PEFT model by fused functions; `isotype.unfuse` restores them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@ A trial compares a candidate's forward and backward with float64 results, once p
 used if it raises an error or differs too much. The reports of `isotype.fuse` and of a run name the reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Classes of fused LoRA layers, gated MLPs, RMSNorms and attention layers."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ The norm is computed in float32 and rounded once. The backward needs only x and 
 operators, autograd would save four float32 tensors as large as x.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 

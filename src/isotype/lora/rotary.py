@@ -7,8 +7,6 @@ a and b are the halves of a head. The result is computed in float32 and rounded 
 forward that calls isotype's function for rotary positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, wraps
 from types import FunctionType

@@ -4,8 +4,6 @@ The results stay the same under two conditions. Tokens influence each other only
 to separate sequences, as transformers does for packed sequences. `tried` tests both conditions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar

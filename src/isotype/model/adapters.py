@@ -1,7 +1,5 @@
 """Adds adapters to a model under a precision policy. PEFT creates the adapters, and the policy sets their dtypes."""
 
-from __future__ import annotations
-
 import json
 import types
 import warnings

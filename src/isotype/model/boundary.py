@@ -5,8 +5,6 @@ Examples of float32 modules are a pinned norm, a trained embedding, a `modules_t
 bias. To set a boundary, isotype swaps the module's class for a subclass (see `isotype.compat.swapped`).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A module needs a boundary in three cases: its weights are float32, it returns fl
 The cast is for a float32 residual stream, or for another dtype of this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Restores a precision policy on a model in memory, after other code has changed dtypes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Finds NaN and infinity in weights, which would make every result of the model NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

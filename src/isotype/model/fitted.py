@@ -8,8 +8,6 @@ v(c)². With this constant, the codes nearest to w / s have at most the error of
 (https://arxiv.org/abs/2306.00978, section 3.2).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator

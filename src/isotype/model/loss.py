@@ -1,7 +1,5 @@
 """Finds the loss in a model's output."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Context managers in which a model is built without initialization, or runs without side effects."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

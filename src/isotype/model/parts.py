@@ -1,7 +1,5 @@
 """The parts of a multimodal model: towers, projectors and the language model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any

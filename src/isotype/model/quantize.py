@@ -8,8 +8,6 @@ change at the midpoints of neighbouring values. The table has a code for each of
 with a midpoint, a search with bitsandbytes' arithmetic finds the code.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reads quantization states of bitsandbytes layers, sets the dtypes of the states by a policy, and replaces layers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any

@@ -3,8 +3,6 @@
 An adapter on such a layer has no effect, and packed codes in place of the weight break the code.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Settings of gradient checkpointing: the backward computes activations again, and the forward does not save them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

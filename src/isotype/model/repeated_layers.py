@@ -3,8 +3,6 @@
 Folding changes the model in place. If the model has weights, fold a copy.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

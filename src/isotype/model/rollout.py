@@ -1,7 +1,5 @@
 """Runs the forwards of generation in grpo and rloo: a forward of the prompts, and a forward of one token in each row."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

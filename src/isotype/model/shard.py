@@ -5,8 +5,6 @@ parameters of a group need one dtype. Under a policy, a model has several dtypes
 (`param_dtype=None`). Parameters that are trained in another dtype than their block form a separate group.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator

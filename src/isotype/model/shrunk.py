@@ -1,7 +1,5 @@
 """The config of a small model of the same class: with small widths, and with few layers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A small copy of a model for this CPU, in float64: the model's own modules, or its class with a small config."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -5,8 +5,6 @@ adapters would have no effect. Examples are `F.linear(x, self.out_proj.weight)` 
 the user names get adapters.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping

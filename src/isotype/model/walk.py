@@ -1,7 +1,5 @@
 """Finds a model's modules and the kind of each, and copies modules."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

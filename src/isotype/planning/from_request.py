@@ -1,7 +1,5 @@
 """`isotype.plan` finds the settings that fit on a device, their speed, and the command for the best settings."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from bisect import bisect_left

@@ -3,8 +3,6 @@
 Only each model's config.json is known. Without a tokenizer, every row of a data set counts with the full length.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence

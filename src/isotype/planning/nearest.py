@@ -1,7 +1,5 @@
 """Finds the settings that fit and change the least, for a step that does not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

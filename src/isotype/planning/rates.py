@@ -3,8 +3,6 @@
 `benchmarks/rates.py` fits these shares to published runs and tests them on other runs (table in docs/plan.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple

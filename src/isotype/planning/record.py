@@ -1,7 +1,5 @@
 """The results of a plan as dataclasses, and functions that pick a row for a goal."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

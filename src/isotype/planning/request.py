@@ -1,7 +1,5 @@
 """Reads the request for a plan from the arguments of `isotype plan` or `isotype.plan`."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

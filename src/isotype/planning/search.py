@@ -1,7 +1,5 @@
 """Searches the rows of a plan: for each storage, checkpointing and sharding, the largest micro-batch that fits."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Traces steps with one set of settings. Each batch shape is traced once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Prints a plan or writes it as an HTML page: the chosen row's command, the table of rows, and details on request."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """`PrecisionCallback` applies a precision policy to the model of any transformers or TRL script and checks the training."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import math

@@ -1,7 +1,5 @@
 """Chat with a model or an adapter, in the dtypes of its training."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

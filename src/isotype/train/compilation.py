@@ -5,8 +5,6 @@ recompilation at every call. isotype compiles only the `forward` of each block, 
 blocks of a class share one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Describes a run: in the terminal at its start, and in the run report at its end."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections import Counter

@@ -1,7 +1,5 @@
 """Reads the adapter that `--model_name_or_path` names, or checks `--init_lora_weights` for a new adapter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Support for runs in several processes: launchers (torchrun, accelerate), `--fsdp`, DeepSpeed, and failed processes."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

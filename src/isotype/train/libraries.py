@@ -1,7 +1,5 @@
 """Raises an error before a model is loaded if transformers or TRL lacks functions that isotype calls or overrides."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from importlib.metadata import version

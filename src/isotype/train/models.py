@@ -1,7 +1,5 @@
 """Builds a training command's model with the policy and adapter, either with loaded weights or on the meta device."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

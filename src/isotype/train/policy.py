@@ -1,7 +1,5 @@
 """Decides a run's policy and enforces it on a trainer. Measured value ranges decide a float16 policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

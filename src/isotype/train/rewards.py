@@ -1,7 +1,5 @@
 """Finds reward functions for `isotype grpo` and `rloo` by the same names that `trl grpo` accepts."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

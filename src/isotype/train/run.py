@@ -1,7 +1,5 @@
 """A training run: its decisions, and the objects that are built for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

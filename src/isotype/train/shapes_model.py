@@ -5,8 +5,6 @@ and a projector are trained for half a minute on drawn images. Their outputs bec
 words ("three", "red", "circles"). SmolLM2's weights do not change.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable

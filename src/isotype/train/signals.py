@@ -1,7 +1,5 @@
 """Ends a run early, when a signal arrives or when evaluations do not improve (early stopping)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

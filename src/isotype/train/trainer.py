@@ -1,7 +1,5 @@
 """Makes trainers of transformers or TRL that keep a precision policy, save complete checkpoints and measure steps."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Runs a training command: from parsed arguments to a trained adapter (or model) and a run report."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

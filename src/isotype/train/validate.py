@@ -1,7 +1,5 @@
 """Checks a training command before a weight is read. All problems in the command's arguments are reported at once."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """Reads and checks config.json and adapter_config.json, and builds a config's model on the meta device."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import difflib

@@ -1,7 +1,5 @@
 """Reads the headers of GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
 
-from __future__ import annotations
-
 import functools
 import math
 import mmap

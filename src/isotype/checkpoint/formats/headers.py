@@ -4,8 +4,6 @@ The formats are safetensors (https://github.com/huggingface/safetensors#format),
 torch files may be shards with an index.
 """
 
-from __future__ import annotations
-
 import functools
 import shlex
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Reads config and headers of a model on the hub, from the local cache or by range requests, and downloads models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads the JSON files of checkpoints, and finds names that occur twice and values of the wrong type."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

@@ -3,8 +3,6 @@
 The library safetensors is not used: it stops at the first problem, and its errors name neither tensor nor bytes.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

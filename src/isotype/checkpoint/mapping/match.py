@@ -1,7 +1,5 @@
 """Compares a model with a checkpoint's headers: finds missing, surplus, wrongly shaped and duplicate tensors."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

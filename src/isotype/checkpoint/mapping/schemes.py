@@ -3,8 +3,6 @@
 isotype reads a weight only if each of its constants (scales, zero points) is known to dequantize it or to scale inputs.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Finds the tensors of a checkpoint from which the tensors of a model are made, by names and shapes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -8,8 +8,6 @@ Let p be the next-token distributions of the trained model (the base model of th
 training rows, losses are compared, too: (base - merged) / (base - trained).
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections.abc import Iterator, Sequence

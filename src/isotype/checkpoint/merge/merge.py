@@ -1,7 +1,5 @@
 """Merges an adapter into its base model, rounds once, and reports the rounding error."""
 
-from __future__ import annotations
-
 import gc
 import shlex
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Dataclasses for the result of a merge, and functions that compute its rounding errors."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

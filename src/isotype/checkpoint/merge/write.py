@@ -1,7 +1,5 @@
 """Writes a merged model (dense, in bitsandbytes' format, or as a GGUF file), and opens it again."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

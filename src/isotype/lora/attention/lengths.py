@@ -5,8 +5,6 @@ on NVIDIA GPUs of compute capability 8.0 and later. `varlen_attn` supports group
 backward, and since torch 2.11 a scale and windows. It supports no dropout, soft cap or bias.
 """
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Attention plans: blocks of queries, and the keys to which each block attends. Kernels compute no other scores."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Registers attention functions in transformers: compiled loops on a CPU, torch's variable-length kernels on a GPU."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -3,8 +3,6 @@
 The loops sum products of 16-bit matrices in float32; torch has no CPU operator for such products.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import struct

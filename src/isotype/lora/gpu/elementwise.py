@@ -3,8 +3,6 @@
 The operators accept fake tensors, too. `isotype.lora.loops.elementwise` has the same functions for a CPU.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

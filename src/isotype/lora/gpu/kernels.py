@@ -3,8 +3,6 @@
 Offsets are int64, because batches can have more than 2³¹ elements. `isotype.lora.gpu.elementwise` numbers the activations.
 """
 
-from __future__ import annotations
-
 # Arguments have no annotations, because Triton compiles annotations, and does not support those of Python.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 import triton

@@ -1,7 +1,5 @@
 """Computes gated products, RMSNorms and rotations by compiled loops (elementwise.cpp), in float32, and rounds results once."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache, partial
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Loading of the compiled C++ loops."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path

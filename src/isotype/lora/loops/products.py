@@ -4,8 +4,6 @@ A LoRA layer has two such sums: its output X Wᵀ + (X Aᵀ) Bᵀ, and the gradi
 torch's operators, each product reads and writes the whole sum.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Sequence
 from ctypes import c_void_p

@@ -14,8 +14,6 @@ The target's logit is also computed in float32, because its rounding error would
 logit of 20 has a rounding error up to 0.06 in bfloat16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Computes the logits of a chunk of tokens with a language-model head, in reused scratch memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

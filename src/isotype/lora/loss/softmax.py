@@ -3,8 +3,6 @@
 On a CPU, compiled loops (lora/loops/softmax.cpp) load each row of logits into a core's cache only once.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping
 from functools import cache, partial

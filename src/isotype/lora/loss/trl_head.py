@@ -8,8 +8,6 @@ its results are wrong if a model's own head does more than a projection. isotype
 `FusedCausalLMOutput`, and passes calls without `fused_lm_head=True` on to the model's forward.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext

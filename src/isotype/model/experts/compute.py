@@ -14,8 +14,6 @@ With V' for V and its adapters, y = g(h) V' + c. The gradient of w is ∂L/∂w 
 ⟨∂L/∂out, c⟩.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby

@@ -5,8 +5,6 @@ delta (`lora/layer.py`). After the swap, the outermost wrapper reads the adapter
 by them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial

@@ -4,8 +4,6 @@ A code is an E2M1 number: a sign, two exponent bits and a mantissa bit (OCP MX s
 codes, the lower half first.
 """
 
-from __future__ import annotations
-
 import torch
 
 from isotype.core.operators import operator

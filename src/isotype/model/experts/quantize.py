@@ -1,7 +1,5 @@
 """Quantizes stacked expert weights, also on the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -18,8 +18,6 @@ In a state dict, 4-bit codes are `gate_up_proj` `[n, 1]`, with `.absmax`, `.quan
 stack can be copied, but not pickled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

@@ -3,8 +3,6 @@
 Importing this module does not import torch, so that `isotype sft --help` is fast.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

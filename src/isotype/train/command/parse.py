@@ -3,8 +3,6 @@
 A command line may begin with another program, such as `accelerate launch -m axolotl.cli.train FILE`.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

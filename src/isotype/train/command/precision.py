@@ -1,7 +1,5 @@
 """Reads the precision request in a training command's arguments, and refuses contradictions."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Translates axolotl's names for the method, the rows and the intervals, which tables.yaml cannot translate."""
 
-from __future__ import annotations
-
 from isotype.data.methods import METHODS
 from isotype.train.dialects.reader import FRAME, Reader, Rows, same_roles, tables, use_rows
 

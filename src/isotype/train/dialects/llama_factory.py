@@ -1,7 +1,5 @@
 """Translates LLaMA-Factory's stage and the data sets in dataset_info.json, which tables.yaml cannot translate."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

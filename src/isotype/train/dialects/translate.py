@@ -1,7 +1,5 @@
 """Translates YAML files of axolotl and LLaMA-Factory into isotype's arguments, with the tables in tables.yaml."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ update if `found_inf` is set (a flag on the device, which GradScaler also uses).
 values one step later, without waiting. With other optimizers and devices, the host reads the values before the update.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import shlex

@@ -1,7 +1,5 @@
 """Records the steps of a run, for the run report and the progress bar."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

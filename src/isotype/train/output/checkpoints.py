@@ -1,7 +1,5 @@
 """Checkpoints in an output directory: manifests, missing or damaged files, and the order of rows in an epoch."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Locks a run's output directory, finds the checkpoint to resume, and compares settings of checkpoint and command."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Writes the report of a run into the run's folder and into each checkpoint. A resumed run continues the report."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

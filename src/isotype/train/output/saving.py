@@ -1,7 +1,5 @@
 """Saves only complete checkpoints: each checkpoint is built in a temporary folder, synced to disk, and renamed."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator

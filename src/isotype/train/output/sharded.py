@@ -4,8 +4,6 @@ A checkpoint of a sharded run has the folder `sharded/` with trained weights and
 `torch.distributed.checkpoint` writes safetensors files, and each process writes its own rows of the tensors.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Plans the step of a training command from the command's arguments and the rows of the data set."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

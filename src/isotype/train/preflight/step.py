@@ -1,7 +1,5 @@
 """Checks a planned step: decides the policy, builds a meta-device model and a batch, traces the step and reports."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

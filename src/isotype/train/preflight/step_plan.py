@@ -1,7 +1,5 @@
 """Plans the step from the arguments of `isotype check`: those of a training command, and a few more."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

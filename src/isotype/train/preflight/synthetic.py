@@ -1,7 +1,5 @@
 """Makes batches and losses with the shapes and dtypes of a training, so that a step can be traced without a data set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace

@@ -6,8 +6,6 @@ and with it. The tokens that only the longer text has are the turn's tokens. For
 the template renders earlier messages.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence

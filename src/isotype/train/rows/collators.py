@@ -8,8 +8,6 @@ has markers. `Pictured` takes the positions of images from the processor, and th
 `isotype.train.rows.assistant`. Rows are not cut, because an image needs all of its tokens.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence

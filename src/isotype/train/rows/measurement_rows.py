@@ -1,7 +1,5 @@
 """Reads rows for measurements from a data set (`isotype quality`) or from an adapter's training (`isotype merge`)."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
