@@ -1,7 +1,5 @@
 """Opens a checkpoint: finds its files, and reads its config and headers into a `Checkpoint`."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -13,7 +11,7 @@ from functools import cached_property, lru_cache
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from isotype.checkpoint.facts import facts_of_config, facts_of_gguf, quantization_options
 from isotype.checkpoint.formats.config import build_on_meta, gguf_config, read_config
@@ -109,7 +107,7 @@ class Checkpoint:
         """Return the tokenizer or processor, or None if there is none; raise CheckpointError for damaged files."""
         return tokenizer_of(self.tokenizer_source(), self.revision)
 
-    def downloaded(self) -> Checkpoint:
+    def downloaded(self) -> Self:
         """Return the checkpoint with local weights; download the weights if they are only on the hub."""
         if self.files is not None:
             return replace(self, source=self.files)

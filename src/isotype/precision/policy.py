@@ -1,7 +1,5 @@
 """The precision policy: the dtypes of all roles in a training run, with reasons."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap
@@ -9,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -239,7 +237,7 @@ class PrecisionPolicy:
         return {"format_version": FORMAT_VERSION, **self.summary(), "moments": moments}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the policy from the values of `to_dict`.
 
         Raises:
@@ -249,7 +247,7 @@ class PrecisionPolicy:
         moments, layers = values.get("moments", {}), values.get("layers", {}).items()
         content = {name: value for name, value in values.items() if name not in ("moments", "format_version")}
         content["layers"] = [{"module": m, "storage": s, "moments": moments.get(m, "")} for m, s in layers]
-        policy: PrecisionPolicy = decoded(content, cls)
+        policy: Self = decoded(content, cls)
         return policy
 
     def save(self, directory: str | Path) -> Path:
@@ -257,7 +255,7 @@ class PrecisionPolicy:
         return write_whole(Path(directory) / POLICY_FILE, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
-    def read(cls, directory: str | Path) -> PrecisionPolicy | None:
+    def read(cls, directory: str | Path) -> Self | None:
         """Return the policy saved in `directory`; None if there is none.
 
         Raises:

@@ -1,7 +1,5 @@
 """Measures the largest values of a module's operators in a forward and a backward in float32."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools
@@ -9,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -62,7 +60,7 @@ class Batches:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, batch: Any) -> Batches:
+    def of(cls, batch: Any) -> Self:
         """Return the user's batch or batches. Raise UsageError if they are not mappings of tensors."""
         several = [batch] if isinstance(batch, Mapping) else batch
         batches = list(several) if isinstance(several, Sequence) else []
@@ -75,7 +73,7 @@ class Batches:
         return cls(tuple(map(dict, batches)), 0, text, sum(map(_tokens_in, batches)))
 
     @classmethod
-    def for_model(cls, model: Any, tokenizer: Any | None, tokens: int) -> Batches:
+    def for_model(cls, model: Any, tokenizer: Any | None, tokens: int) -> Self:
         """Return a batch of isotype's texts, or of random token ids, with the other inputs of the model.
 
         Args:
@@ -104,7 +102,7 @@ class Batches:
         batch["labels"] = _labels(base, batch["input_ids"], pictures)
         return cls((batch,), rows, source, ids.numel(), notes)
 
-    def require_positions(self, model: nn.Module) -> Batches:
+    def require_positions(self, model: nn.Module) -> Self:
         """Return the batches. Raise UsageError if a row is longer than the model's position table."""
         limit = min(_learned(model), default=None)
         ids = (batch.get("input_ids") for batch in self.batches)
@@ -244,7 +242,7 @@ class Measured:
         return torch.bfloat16 if free is not None and needed > free else torch.float32
 
     @classmethod
-    def of(cls, model: nn.Module) -> Measured:
+    def of(cls, model: nn.Module) -> Self:
         """Return a `Measured` for a model in memory. Raise UsageError if this process does not have the weights' values."""
         model = unwrapped(model)
         for name, parameter in model.named_parameters():

@@ -1,10 +1,8 @@
 """Selects the tokens for the measurement of leaks: tokens near the borders of sequences and of padding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -65,7 +63,7 @@ class Batch:
         values = self.inputs if inputs is None else inputs
         return {name: value for name, value in values.items() if self.labelled or name != "labels"}
 
-    def to(self, dtype: torch.dtype) -> Batch:
+    def to(self, dtype: torch.dtype) -> Self:
         cast = {
             name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for name, value in self.inputs.items()

@@ -1,13 +1,11 @@
 """`Command`, an immutable training command, which can be changed by copies and written as words or YAML."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from isotype.core.arguments import wrong_choice, wrong_number
 from isotype.core.errors import Problem
@@ -225,7 +223,7 @@ class Command:
     def planned(self) -> tuple[str, ...]:
         return tuple(name for name in PLANNED if self.given(name) == AUTO)
 
-    def but(self, **values: Any) -> Command:
+    def but(self, **values: Any) -> Self:
         """Return a copy of the command with `values` changed. None restores an argument's default."""
         result = {name: value for name, value in self.values.items() if values.get(name, value) is not None}
         for name, value in values.items():
@@ -286,11 +284,11 @@ class Command:
             content["env"] = dict(self.file.env)
         return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
-    def same_settings(self, other: Command) -> bool:
+    def same_settings(self, other: Self) -> bool:
         same = self.method == other.method and self.processes == other.processes
         return same and not self.difference(other)
 
-    def difference(self, other: Command) -> dict[str, tuple[Any, Any]]:
+    def difference(self, other: Self) -> dict[str, tuple[Any, Any]]:
         """Return the arguments whose values differ: name -> (value in this command, value in `other`)."""
         names = dict.fromkeys((*self.values, *other.values))
         return {name: (self[name], other[name]) for name in names if self[name] != other[name]}

@@ -1,7 +1,5 @@
 """Builds TRL's dataclasses and a precision request from a training command."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -10,7 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -75,7 +73,7 @@ class Settings:
     def data_name(self) -> str:
         return self.dataset_name or "datasets"
 
-    def but(self, **values: Any) -> Settings:
+    def but(self, **values: Any) -> Self:
         """Return a copy with values that the run has decided. Names that the method lacks have no effect."""
         decided = {**self.decided, **values}
         return replace(self, decided=decided, **_built(self.command, decided))

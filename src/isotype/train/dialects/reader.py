@@ -1,7 +1,5 @@
 """Reads a file of another training program, and translates, leaves out or refuses each name according to tables.yaml."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
 
@@ -71,7 +69,7 @@ class Reader:
     _settled: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, table: str, content: Mapping[str, Any], method: str, folder: Path) -> Reader:
+    def of(cls, table: str, content: Mapping[str, Any], method: str, folder: Path) -> Self:
         given: dict[str, Any] = {}
         for name, value in content.items():
             grouped = isinstance(value, dict) and value and name in tables()[table]["groups"].split()
@@ -114,7 +112,7 @@ class Reader:
         self.problems.append(Problem(shown, expected, fix))
         self._settled.add(name)
 
-    def absorb(self, inner: Reader, prefix: str) -> None:
+    def absorb(self, inner: Self, prefix: str) -> None:
         """Add the results of `inner` (the reader of a part of the file), with `prefix` before each name."""
         for effect, names in inner.notes.items():
             self.notes.setdefault(effect, []).extend(f"{prefix}{name}" for name in names)

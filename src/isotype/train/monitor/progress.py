@@ -1,14 +1,12 @@
 """Shows the progress of a run as a live bar in a terminal, and as plain lines elsewhere."""
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import (
@@ -75,7 +73,7 @@ class ProgressView:
         self._seconds: list[float] = []
         self._reward = ""
 
-    def __enter__(self) -> ProgressView:
+    def __enter__(self) -> Self:
         self._moved = _handlers_on(sys.stderr)
         self._bar.start()  # rich replaces sys.stderr
         for handler in self._moved:
