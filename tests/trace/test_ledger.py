@@ -23,6 +23,7 @@ from isotype.records.request import Setup, StepRequest
 from isotype.trace.fake.step import trace_step
 from isotype.trace.ledger import Ledger
 from isotype.train.models import weightless_model
+from tests.adapters import lora_config
 from tests.pairwise import few
 from tests.small import BF16, FP32, WIDTH, Block, ids, net
 
@@ -410,7 +411,7 @@ def test_int8_layers_fold_to_what_they_are_and_lose_no_weight(checkpointing: boo
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
     )
     policy = resolve_precision(config, dtype="bfloat16", quantization="int8", device="h100")
-    tokens, lora = torch.ones(2, 32, dtype=torch.long), {"r": 4, "target_modules": ["q_proj"]}
+    tokens, lora = torch.ones(2, 32, dtype=torch.long), lora_config(r=4, target_modules=["q_proj"])
 
     def trace(fold: bool) -> Memory:
         model = weightless_model(config, policy, lora=lora, fold=fold, use_cache=False).train()

@@ -28,7 +28,7 @@ from isotype.records.trace import Failure
 from isotype.trace.live.forward import Averages, Beginning, named_inputs
 from isotype.trace.live.recorder import LiveFunctions, LiveRecorder
 from isotype.trace.live.watch import Watch
-from isotype.trace.nonfinite.recorder import FirstNonFinite
+from isotype.trace.nonfinite.again import FirstNonFinite
 from tests.measured_step import measure_step
 
 

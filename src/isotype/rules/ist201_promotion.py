@@ -40,11 +40,11 @@ from isotype.core.dtypes import FLOATS, HALVES, dtype_name
 from isotype.core.names import base_name, plural
 from isotype.records.finding import Action, Cost, Finding, Fix
 from isotype.records.trace import Call, Operand, Origin, Trace, Weight
+from isotype.rules.ist806_router import router_products
 from isotype.rules.kit import costs
 from isotype.rules.kit.contract_fixes import candidates
 from isotype.rules.kit.findings import Findings, Fixes, actions, finding_at, places
 from isotype.rules.kit.groups import Group, distinct
-from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import is_exact, names
 from isotype.rules.kit.words import TRANSFORMERS, and_others, cause_text, evidence
 

@@ -59,9 +59,9 @@ from isotype.records.finding import Action, Cost, Finding, Fix
 from isotype.records.memory import BETWEEN_STEPS, Phase
 from isotype.records.request import Setup
 from isotype.records.trace import Trace, Weight
+from isotype.rules.ist806_router import router_products
 from isotype.rules.kit import costs
 from isotype.rules.kit.findings import Findings, Fixes
-from isotype.rules.kit.routers import router_products
 from isotype.rules.kit.weight_sets import count, counted, is_frozen_base, quantized
 
 KIND = "memory"
