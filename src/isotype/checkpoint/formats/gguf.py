@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from isotype.checkpoint.formats.tensor import DAMAGED, HeaderFile, TensorHeader, by_name, repeated
-from isotype.core.errors import CheckpointError, Problem
+from isotype.core.errors import Problem
 
 _MAX_DIMENSIONS = 4  # a limit of ggml
 # Default alignment in bytes: the data of each tensor begins at a multiple of the alignment.
@@ -151,11 +151,8 @@ def _text(value: str) -> bytes:
 def _tensors(
     entries: Sequence[tuple[str, tuple[int, ...], int, int]], start: int, end: int, file: HeaderFile
 ) -> list[TensorHeader]:
-    try:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    except ImportError as error:
-        expected, fix = "the library gguf, which lists the types of tensors", "pip install gguf"
-        raise CheckpointError.of("gguf is not installed", str(file.path), expected, fix) from error
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
     types = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
     problems = repeated((name for name, *_ in entries), "tensor ")
     tensors: list[TensorHeader] = []
