@@ -1,7 +1,5 @@
 """`resolve_precision` gathers facts about checkpoint, device and library versions, then decides the policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,8 @@ from isotype.precision.facts import ModelFacts
 from isotype.precision.policy import PrecisionPolicy
 from isotype.precision.ranges import Ranges
 from isotype.precision.versions import installed, version_problems
+
+Measurement = TypeVar("Measurement", Ranges, Damages)
 
 
 class StorageOptions(TypedDict, total=False):
@@ -152,9 +152,6 @@ def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | No
         expected = "the library that stores the quantized weights"
         problems.append(Problem(what, expected, "pip install 'isotype[train]'"))
     return problems
-
-
-Measurement = TypeVar("Measurement", Ranges, Damages)
 
 
 def read_measurement(kind: type[Measurement], key: str) -> Measurement | None:

@@ -4,8 +4,6 @@ A trace always computes on CPU tensors. The CPU replaces the device that code na
 device="cuda")`, `with torch.autocast("cuda")`. Streams, events and counters return the values of an idle device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from threading import Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.amp import autocast_mode
@@ -250,7 +248,7 @@ def _quiet(result: Any) -> Callable[..., Any]:
 class _Idle:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __enter__(self) -> _Idle:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None: ...
@@ -264,7 +262,7 @@ class _Idle:
     def elapsed_time(self, *_: Any) -> float:
         return 0.0
 
-    def record_event(self, *_: Any) -> _Idle:
+    def record_event(self, *_: Any) -> Self:
         return self
 
     def synchronize(self, *_: Any) -> None: ...

@@ -1,14 +1,12 @@
 """Findings that rules derive from traces, and their fixes."""
 
-from __future__ import annotations
-
 import json
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from isotype.core.json_records import Share
 from isotype.core.terminal import printed_command
@@ -104,7 +102,7 @@ class RangeBoundaries:
         return Action("ranges", "", json.dumps(asdict(self)))
 
     @classmethod
-    def of(cls, value: str) -> RangeBoundaries:
+    def of(cls, value: str) -> Self:
         fields = json.loads(value)
         return cls(**{**fields, "exceptions": tuple(map(tuple, fields["exceptions"]))})
 

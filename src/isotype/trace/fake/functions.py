@@ -4,12 +4,10 @@ A step runs under the CPU's autocast, because `torch.autocast("cuda")` disables 
 `Functions` adds the casts of the simulated device, and undoes the casts that only a CPU makes.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import attention
@@ -95,7 +93,7 @@ class Functions(TorchFunctionMode):
         self._refused: torch.dtype | None = None  # dtype of a recurrent layer that refused its input
         self._lists = DeviceAutocast(profile.kind)
 
-    def __enter__(self) -> Functions:
+    def __enter__(self) -> Self:
         self._stand_in.enter_context(cpu_stands_for(self._profile))
         self._stand_in.enter_context(without_kernels(self._recorder.launched, FakeTensor))
         self._stand_in.enter_context(replaced := Replacements())
