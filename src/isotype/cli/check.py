@@ -18,7 +18,7 @@ from isotype.data.methods import METHODS
 from isotype.preflight.check import function_arguments
 from isotype.report.text import say, show_commands
 from isotype.train.command.command import Command, without_absent_device
-from isotype.train.preflight.plan import Options, Repaired, StepPlan, repaired_command, with_commands
+from isotype.train.preflight.plan import Options, Repaired, repaired_command, with_commands
 from isotype.train.preflight.step_plan import function_options, parse_options, plan_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def run(argv: Sequence[str], console: Console) -> int:
             command, row = resolve_auto(command)
             if _prints_text(options):
                 say(console, words_of(row))
-        report, repaired = _check_plan(plan_of(options, command), options, command)
+        report, repaired = _check_plan(options, command)
     _show(report, options, console, repaired)
     status = exit_status(report, options.fail_on)
     if _prints_text(options):
@@ -86,13 +86,14 @@ def exit_status(report: Report, fail_on: str) -> int:
     return 1 if failing or (fail_on == "warning" and report.warnings) else 0
 
 
-def _check_plan(plan: StepPlan, options: Options, command: Command) -> tuple[Report, Repaired | None]:
+def _check_plan(options: Options, command: Command) -> tuple[Report, Repaired | None]:
     defer_compiler()
     import_uncompiled("bitsandbytes")
     from isotype.preflight.repair import plan as planned
     from isotype.preflight.repair import unresolved
     from isotype.train.preflight.step import check_plan
 
+    plan = plan_of(options, command)
     report = check_plan(plan, _phases(options))
     if report.fits is False:
         from isotype.planning.nearest import with_nearest
