@@ -1,7 +1,5 @@
 """An operator's contract says which operand dtypes it accepts on a device. Contracts were measured on real devices."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,6 +109,21 @@ class Verdict:
     results: tuple[torch.dtype, ...] = ()
     message: str = ""
     assumed: bool = False
+
+
+@dataclass(frozen=True)
+class TableName:
+    """A table's file stem, device kind, variant (`sm75`, `avx2` or ""), and torch's major and minor version."""
+
+    name: str
+    kind: str
+    variant: str
+    torch: str
+
+    @property
+    def words(self) -> str:
+        """Text for a report: `cuda-sm75, measured with torch 2.13`."""
+        return f"{self.kind}{f'-{self.variant}' if self.variant else ''}, measured with torch {self.torch}"
 
 
 @dataclass(frozen=True)
@@ -406,21 +419,6 @@ _NAME = re.compile(
     r"(?P<kind>cpu|cuda|rocm|xpu|mps)(?:-(?P<variant>(?!torch)[a-z0-9]+))?(?:-torch(?P<torch>\d+\.\d+))?"
 )
 _FAR = 100
-
-
-@dataclass(frozen=True)
-class TableName:
-    """A table's file stem, device kind, variant (`sm75`, `avx2` or ""), and torch's major and minor version."""
-
-    name: str
-    kind: str
-    variant: str
-    torch: str
-
-    @property
-    def words(self) -> str:
-        """Text for a report: `cuda-sm75, measured with torch 2.13`."""
-        return f"{self.kind}{f'-{self.variant}' if self.variant else ''}, measured with torch {self.torch}"
 
 
 def table_name(kind: str, capability: tuple[int, int] | None, torch_version: str) -> str:

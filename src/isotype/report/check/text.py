@@ -4,13 +4,13 @@ A line consists of pairs (text, style); plain text has no styles. Further lines 
 first word.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
 
 from isotype.contracts.contract import doubts, judged_by
 from isotype.core.console import LOG_WIDTH
@@ -34,9 +34,6 @@ from isotype.report.check.map import layer_counts, split_layer
 from isotype.report.check.record import Outlook, Record, Status, repair_outlook
 from isotype.report.text import format_share, short_source, width_of
 from isotype.rules.ist605_memory import unquantized_experts
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Line = tuple[tuple[str, str], ...]
 
@@ -436,8 +433,6 @@ def to_text(report: Record, width: int = LOG_WIDTH) -> str:
 
 def render(report: Record, console: Console, *, in_script: bool = False, whole: bool = False) -> None:
     """Print the report. The docstring of `_Writer` describes the arguments."""
-    from rich.text import Text
-
     writer = _Writer(report, console.width, in_script, width_of(console), whole)
     for line in writer.lines():
         # The lines are wrapped already, and a module's name may look like markup of rich.

@@ -1,7 +1,5 @@
 """Finds the cause of a non-finite result: from the operator's operands, and by a computation in a wider dtype."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,29 @@ _SOFTMAX = (
     "aten._flash",
 )  # fmt: skip
 _MASKS = ("attn_mask", "attn_bias", "self")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorOperand:
+    """An operand of an operator.
+
+    Attributes:
+        role: name of the operator's argument.
+        tensor: the operand with its values before the operator ran; for a number, a tensor in float64.
+        original: the tensor in the code, which the operator may overwrite; None for a number.
+    """
+
+    role: str
+    tensor: torch.Tensor
+    original: torch.Tensor | None
+
+
+class TensorCall(OperatorCall):
+    """A call of an operator, with the values of its operands before the call."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, place: CallPlace) -> None:
+        super().__init__(func, args, kwargs, place)
+        self.operands = _operands_of(self)
 
 
 def fresh_elements(call: TensorCall, result: torch.Tensor, by_code: Sequence[bool]) -> torch.Tensor | None:
@@ -156,29 +177,6 @@ _OVERWRITE = (
 # Operators that use only the shape and dtype of a tensor.
 _LIKE = ("_like.default", "aten.new_zeros", "aten.new_ones", "aten.new_full")
 _NUMBERS = frozenset({"other", "exponent", "value", "fill_value", "self", "s", "scalar", "min", "max"})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorOperand:
-    """An operand of an operator.
-
-    Attributes:
-        role: name of the operator's argument.
-        tensor: the operand with its values before the operator ran; for a number, a tensor in float64.
-        original: the tensor in the code, which the operator may overwrite; None for a number.
-    """
-
-    role: str
-    tensor: torch.Tensor
-    original: torch.Tensor | None
-
-
-class TensorCall(OperatorCall):
-    """A call of an operator, with the values of its operands before the call."""
-
-    def __init__(self, func: Any, args: Any, kwargs: Any, place: CallPlace) -> None:
-        super().__init__(func, args, kwargs, place)
-        self.operands = _operands_of(self)
 
 
 def _operands_of(call: OperatorCall) -> list[TensorOperand]:
