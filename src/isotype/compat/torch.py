@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_t
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
@@ -75,7 +75,7 @@ _CASTS_INSIDE = frozenset(
 def run_in_mode(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator in a dispatch mode. torch disables autocast in a mode, but the kernels in `_CASTS_INSIDE` use it."""
     if isinstance(func, OpOverload) and operator_packet(func) in _CASTS_INSIDE:
-        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # as at the operator's call
+        with enable_reentrant_dispatch():  # in the state at the operator's call
             casts = torch.is_autocast_enabled("cpu")
         if casts:
             with torch.autocast("cpu", torch.get_autocast_dtype("cpu")):
