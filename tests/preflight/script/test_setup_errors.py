@@ -21,6 +21,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.script.missing_gpu import MissingGpu
 from isotype.preflight.script.setup_errors import explained
+from isotype.trace.dtype_history import remembered
 
 
 class Saved(nn.Module):
@@ -142,10 +143,34 @@ def test_fsdp1_flattens_neither_several_dtypes_nor_codes() -> None:
             for other in (wide, codes)
         ]
     (several, shard), (packed, pack) = ((words or ("", "")) for words in explained)
-    assert several.startswith("2 parameters are float32, unlike most weights (first: 1.weight), and FSDP1")
+    assert several.startswith(
+        "2 parameters are float32, unlike most weights (first: 1.weight; 0.weight is float16), and FSDP1"
+    )
     assert "fully_shard" in shard
     assert packed.startswith("1.weight holds uint8 codes of a quantized layer, and FSDP1")
     assert "bnb_4bit_quant_storage" in pack
+
+
+@pytest.mark.parametrize(
+    ("whole", "storage", "upcast"), [("float16", "bfloat16", False), ("bfloat16", "bfloat16", True)]
+)
+def test_fsdp1_flattens_no_codes_in_another_dtype_than_the_other_weights(
+    whole: str, storage: str, upcast: bool
+) -> None:
+    """hiyouga/LLaMA-Factory #3853 (a float16 model), axolotl-ai-cloud/axolotl #1494 (norms that the script casts)."""
+    bnb = pytest.importorskip("bitsandbytes")
+    with remembered(), fake_process_group(2):
+        norm = nn.LayerNorm(8).to(getattr(torch, whole))
+        codes = bnb.nn.Linear4bit(8, 8, bias=False, quant_storage=getattr(torch, storage)).to("cpu")
+        if upcast:
+            norm.float()
+        cause, how = _explanation(
+            lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")), norm, codes
+        ) or ("", "")
+    other = "float32" if upcast else whole
+    assert cause.startswith(f"1.weight holds 4-bit codes stored as {storage} (bnb_4bit_quant_storage), but ")
+    assert f"but 0.weight is {other}, cast at test_setup_errors.py:" in cause
+    assert f"bnb_4bit_quant_storage=torch.{other}, the dtype of the other weights" in how
 
 
 def test_fsdp1_inside_of_another_has_no_wrapped_module_yet() -> None:

@@ -112,11 +112,11 @@ class Session:
         hook(args)
 
     def _say_if_nothing_was_seen(self, error: BaseException | None = None) -> None:
-        if not self._family.is_top or self._failed:
+        if not self._family.is_top or self._failed or self._family.knows("explained"):
             return
         if not self._family.knows("seen"):
             self._say(f"{NOTHING_SEEN}: {self._why_nothing(error)}")
-        elif error is not None and not self._family.knows("explained"):
+        elif error is not None:
             why = "this machine lacks a package, or has another version of it"
             self._say(
                 f"{_ended(error)}: {why if isinstance(error, ImportError) else 'no finding explains this error'}"

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from importlib.metadata import packages_distributions, version
 from traceback import walk_tb
@@ -22,16 +22,21 @@ from isotype.core.tables import table
 from isotype.model.shard import is_sharded
 from isotype.preflight.script.outside import Outside
 from isotype.records.finding import in_library
+from isotype.trace.dtype_history import set_at
 
 _KNOWN: list[dict[str, str]] = table(__file__)
 """Known errors. `error` matches the message, followed by file and function of each frame. `weights` is the kind of weights that
-cause the error: a key of `_OF_KIND`, "few" for weights of rarer dtypes, or ""."""
-_OF_KIND: dict[str, Callable[[torch.Tensor], bool]] = {
-    "meta": lambda weight: weight.is_meta,
-    "codes": lambda weight: not weight.is_floating_point(),
-    "packed": lambda weight: not weight.is_floating_point() or hasattr(weight, "quant_state"),
-    "whole": lambda weight: not is_sharded(weight),
+cause the error: a key of `_OF_KIND`, or ""."""
+_OF_KIND: dict[str, Callable[[torch.Tensor, Sequence[torch.dtype], Sequence[torch.dtype]], bool]] = {
+    "meta": lambda weight, _, __: weight.is_meta,
+    "codes": lambda weight, _, __: not weight.is_floating_point(),
+    "packed": lambda weight, _, __: not weight.is_floating_point() or _is_packed(weight),
+    "stored": lambda weight, _, whole: _is_packed(weight) and weight.dtype not in whole,
+    "few": lambda weight, dtypes, _: weight.dtype != dtypes[0],
+    "whole": lambda weight, _, __: not is_sharded(weight),
 }
+"""Kind -> function of a weight, of the dtypes of all weights, and of the dtypes of weights without 4-bit codes. The dtype of most
+elements is the first."""
 _ADVICE: dict[str, str] = table(__file__, "old_names.json")
 """Argument, class, function or module that a library no longer has -> advice."""
 _UNKNOWN = re.compile(
@@ -151,15 +156,41 @@ def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
     # PEFT's copy of a layer is not in the model yet; the original layer is.
     inner = (getattr(module, "original_module", module) for module in reversed(modules))
     inside = next((names[id(module)] for module in inner if id(module) in names), "")
-    sizes: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        sizes[parameter.dtype] += parameter.numel()
-    of_kind, most = _OF_KIND.get(kind), max(sizes, key=sizes.__getitem__, default=None)
-    fits = {
-        name: weight.dtype
-        for name, weight in model.named_parameters()
-        if (weight.dtype != most if of_kind is None else of_kind(weight))
+    weights = dict(model.named_parameters())
+    dtypes = _by_size(weights.values())
+    whole = _by_size(weight for weight in weights.values() if not _is_packed(weight))
+    fits = {name: weight for name, weight in weights.items() if _OF_KIND[kind](weight, dtypes, whole)}
+    if not fits:
+        return None
+    first = min(fits, key=lambda name: not name.startswith(inside))
+    dtype = fits[first].dtype
+    other = next(
+        (name for name, weight in weights.items() if weight.dtype != dtype and weight.is_floating_point()), ""
+    )
+    return {
+        "name": base_name(first),
+        "dtype": dtype_name(dtype),
+        "line": _line_of(model, first),
+        "other": other
+        and f"{base_name(other)} is {dtype_name(weights[other].dtype)}{_line_of(model, other)}",
+        "usual": str(next(iter(whole), "")),
+        "count": agree(len(fits), "parameter", "are"),
     }
-    first = min(fits, key=lambda name: not name.startswith(inside), default="")
-    count = agree(len(fits), "parameter", "are")
-    return {"name": base_name(first), "dtype": dtype_name(fits[first]), "count": count} if first else None
+
+
+def _is_packed(weight: torch.Tensor) -> bool:
+    return hasattr(weight, "quant_state")
+
+
+def _by_size(weights: Iterable[torch.Tensor]) -> list[torch.dtype]:
+    """Return the dtypes of weights, the dtype of most elements first."""
+    sizes: Counter[torch.dtype] = Counter()
+    for weight in weights:
+        sizes[weight.dtype] += weight.numel()
+    return [dtype for dtype, _ in sizes.most_common()]
+
+
+def _line_of(model: nn.Module, name: str) -> str:
+    """Return how the parameter `name` got its dtype, after a comma; "" if this is unknown."""
+    module, _, parameter = name.rpartition(".")
+    return (text := set_at(model.get_submodule(module), parameter)) and f", {text}"
