@@ -240,6 +240,41 @@ def test_numpy_is_named_where_its_array_becomes_a_tensor(dtype: type, name: str)
     assert finding.fixes[0].verified
 
 
+class Router(nn.Module):
+    """Computes in float32; `.bfloat16()` of the whole model casts the weight, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.softmax(nn.functional.linear(x.float(), self.weight), -1)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router = nn.Linear(8, 8), Router()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        out: torch.Tensor = self.router(hidden).to(hidden.dtype)
+        return out
+
+
+def test_weights_of_code_that_casts_to_float32_can_be_float32() -> None:
+    """deepspeedai/DeepSpeed #7747: the router of Ernie 4.5 switches autocast off."""
+    inputs = {"x": torch.ones(2, 8, dtype=BF16)}
+    (finding,) = verified(Routed().bfloat16(), inputs, "IST101")
+    first = finding.fixes[0]
+    assert (first.description, first.safety, first.verified) == (
+        "let router compute in float32 and cast its inputs and outputs",
+        "safe",
+        True,
+    )
+
+
 def test_norms_and_biases_that_one_loop_has_cast_are_one_finding() -> None:
     """`for p in model.parameters(): if p.ndim == 1: p.data = p.data.float()`, as before a k-bit training."""
     model = wide_norms()

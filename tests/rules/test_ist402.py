@@ -31,13 +31,28 @@ def test_a_head_that_the_checkpoint_lacks() -> None:
         )
         for part in ("original_module", "modules_to_save.default")
     ]
-    (finding,) = find(trace(heads))
+    (finding,) = find(trace([packed(), *heads]))
     assert finding.message == "2 weights are not quantized, but the layer computes with packed codes"
     assert finding.cause == "score.weight is bfloat16: the checkpoint lacks it, or code replaced it"
     assert (
         finding.fixes[0].description
         == "load the model with BitsAndBytesConfig(…, llm_int8_skip_modules=['score'])"
     )
+
+
+@pytest.mark.parametrize("layer", ["Linear4bit", "Linear8bitLt"])
+def test_layers_that_were_not_moved_to_a_device(layer: str) -> None:
+    """bitsandbytes-foundation/bitsandbytes #825, #1067: .to(device) quantizes the weights."""
+    import bitsandbytes.nn
+
+    options = {"has_fp16_weights": False} if layer == "Linear8bitLt" else {}
+    model = nn.Sequential(getattr(bitsandbytes.nn, layer)(64, 64, **options), nn.Linear(64, 4))
+    inputs = {"input": torch.randn(3, 64)}
+    errors = isotype.check(model, inputs, device="t4").errors
+    assert [finding.message for finding in errors if finding.code == "IST402"] == [
+        "1 weight is not quantized, because the model was not moved to a device"
+    ]
+    assert not isotype.check(model.to("cpu"), inputs, device="t4").errors
 
 
 def test_states_at_hand_are_silent() -> None:

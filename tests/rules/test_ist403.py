@@ -147,6 +147,15 @@ def test_activations_cast_to_the_dtype_of_codes() -> None:
     assert finding.cause == f"a cast at model.py:1 to uint8, the storage dtype of {LAYER}.weight"
 
 
+def test_a_convolution_refuses_activations_that_are_codes() -> None:
+    """modelscope/ms-swift #698: no cast back follows, because the step ends."""
+    error = "RuntimeError: expected scalar type Byte but found BFloat16"
+    failure = Failure("forward", f"{ATTENTION}.conv", "model.py:2", error)
+    (finding,) = find(trace([packed()], casts(torch.uint8)[:1], failure=failure))
+    assert finding.message == "float32 activations are cast to uint8, the dtype of packed codes"
+    assert finding.notes[-1] == f"the step ends with {error}"
+
+
 def test_casts_to_whole_numbers_that_are_meant() -> None:
     assert not list(find(trace([packed()], casts(torch.uint8, "aten.round.default"))))  # quantizes on purpose
     assert not list(find(trace([packed()], casts(torch.uint8)[:1])))  # a mask: never float again

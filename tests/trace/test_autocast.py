@@ -24,6 +24,13 @@ RESULTS: dict[str, tuple[Function, torch.dtype]] = {
     "x ** 2": (lambda x: x**2, FP32),
     "interpolate": (lambda x: functional.interpolate(x[None], scale_factor=2, mode="bilinear"), FP32),
     "area": (lambda x: functional.interpolate(x[None], scale_factor=2, mode="area"), FP16),
+    "area of a volume": (lambda x: functional.interpolate(x[None, None], (1, 2, 2), mode="area"), FP16),
+    "attention weights": (
+        lambda x: functional.multi_head_attention_forward(
+            x, x, x, 8, 2, torch.ones(24, 8), None, None, None, False, 0.0, torch.ones(8, 8), None
+        )[1],
+        FP32,
+    ),
     "area in order": (lambda x: functional.interpolate(x[None], None, 2, "area"), FP16),
     "softmin": (lambda x: functional.softmin(x, -1), FP32),
     "gumbel_softmax": (functional.gumbel_softmax, FP32),

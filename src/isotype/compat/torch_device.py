@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from isotype.compat.replaced import Replacements, replace
 from isotype.compat.standard import frame_above
-from isotype.compat.torch import put_under, take_out
+from isotype.compat.torch import FUNCTION_MODES, put_under, take_out
 
 _DEVICE_TYPES = {"rocm": "cuda"}
 _BY_DEVICE: tuple[tuple[Any, str], ...] = (
@@ -104,6 +104,8 @@ def written_for(
         yield
 
 
+CALLED_INSIDE = "softmax", "adaptive_avg_pool3d", "scaled_dot_product_attention"
+"""Functions that other functions of torch.nn.functional call. While those run, torch disables the function mode."""
 _OF_GPUS = ("device_ids", "output_device")
 _NEEDS_GPU = ("bitsandbytes", "isotype", "triton", "torch._", "torch.utils.data")
 """Modules that load kernels for an available GPU, start threads for it, or need parameters on it."""
@@ -139,8 +141,21 @@ def _redirect(replaced: Replacements, names: re.Pattern[str], named: Named, run:
         with _OnCPU(names, named, run):
             return original(*args, **kwargs)
 
+    def inside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if FUNCTION_MODES.length() else run(original, args, kwargs)
+
+    def moved(move: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+        move(module, *args, **kwargs)
+        if any(_is_named(place, names) for place in (*args, kwargs.get("device"))):
+            for tensor in (*module.parameters(), *module.buffers()):
+                named(tensor)
+        return module
+
     replaced.wrap(torch, "load", load)
     replaced.wrap(torch, "set_default_device", lambda default, device: default(_cpu_for(device, names)))
+    replaced.wrap(torch.nn.Module, "to", moved)
+    for name in CALLED_INSIDE:
+        replaced.wrap(torch.nn.functional, name, inside)
     replaced.wrap(Thread, "run", redirected)
     replaced.wrap(torch.autograd, "_engine_run_backward", redirected)
     if torch.distributed.is_available():

@@ -3,7 +3,8 @@
 **What it means.** A quantized layer has packed codes without their quantization state (scales, code book, shape). A
 script or library has replaced the parameter by a plain tensor (`load_state_dict`, `setattr`), or by a copy without the parameter's
 attributes. Or an old version of bitsandbytes lost the state when FSDP2 gathered the parameter. Or the checkpoint lacks
-the weight, for example of a new head: transformers then makes a quantized layer with a float weight. On a CPU, PEFT's
+the weight, for example of a new head: transformers then makes a quantized layer with a float weight. Or a script makes
+quantized layers, and does not move them to a device, which quantizes their weights. On a CPU, PEFT's
 DoRA replaces an int8 weight by a copy without its scales in every forward.
 
 **Why it is bad.** The layer cannot compute: `'Parameter' object has no attribute 'quant_state'`, `quant_state
@@ -19,7 +20,7 @@ is required` or a bare `AssertionError`.
 
 **How safe is the fix?** Safe: you load codes and scales again, because packed codes alone do not determine the scales.
 
-**Seen in** haotian-liu/LLaVA #1028; axolotl-ai-cloud/axolotl #2992.
+**Seen in** haotian-liu/LLaVA #1028; axolotl-ai-cloud/axolotl #2992; bitsandbytes-foundation/bitsandbytes #825, #1067.
 """
 
 from isotype.core.dtypes import dtype_name
@@ -32,8 +33,17 @@ _DORA = ".lora_magnitude_vector."
 
 
 def find(trace: Trace) -> Findings:
-    missing = [weight for weight, state in quantized(trace) if not state.present]
-    if plain := [weight for weight in missing if weight.dtype.is_floating_point]:
+    layers = [*quantized(trace)]
+    missing = [weight for weight, state in layers if not state.present]
+    plain = [weight for weight in missing if weight.dtype.is_floating_point]
+    if plain and len(plain) == len(layers):
+        cause = f"{base_name(plain[0].name)} is {dtype_name(plain[0].dtype)}: bitsandbytes quantizes a weight when .to(device) or .cuda() moves its layer"
+        message = (
+            f"{counted(plain, 'weight', 'are')} not quantized, because the model was not moved to a device"
+        )
+        how = "move the model to its device before the step: model.to(device)"
+        yield finding_of("error", message, plain, cause=cause, fixes=(advice(plain[0].module, how),))
+    elif plain:
         heads = dict.fromkeys(base_name(weight.module).rpartition(".")[2] for weight in plain)
         how = f"load the model with BitsAndBytesConfig(…, llm_int8_skip_modules={[*heads]})"
         are = counted(plain, "weight", "are")

@@ -22,7 +22,7 @@ there is no error, but a cast has changed the codes, or has rounded the activati
 weight. A layer that is not quantized takes more memory. If codes were overwritten, load the model again.
 
 **Seen in** bitsandbytes-foundation/bitsandbytes #433, #610, #963; unslothai/unsloth #2212;
-unslothai/unsloth-zoo #1132; huggingface/peft #929, #1720, #1999; haotian-liu/LLaVA #783; MNoorFawi/curlora #5;
+unslothai/unsloth-zoo #1132; huggingface/peft #929, #1720, #1999; haotian-liu/LLaVA #783; modelscope/ms-swift #698; MNoorFawi/curlora #5;
 TransformerLensOrg/TransformerLens #1276.
 """
 
@@ -50,6 +50,7 @@ _COLUMN = re.compile(r"X \[1, (\d+)\]|and 1x(\d+)\)|shape '\[(\d+), 1\]' is inva
 _DIFFERENT = re.compile(r"dtype|scalar type|size|shape|dimension")
 _NO_GRADIENT = re.compile(r"only Tensors of floating point .*can require gradients")
 _LORA = "adapt quantized layers with LoRA (LoraConfig), which calls the layer: this adapter reads the packed weight; or do not quantize the model"
+_BYTES = re.compile(r"\b(Byte|Char|uint8|int8)\b")
 _ROUNDING = ("round", "clamp", "floor", "trunc")
 
 
@@ -127,10 +128,11 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
 
 
 def _activations_as_codes(trace: Trace) -> list[Call]:
-    """Return the casts of float activations to the dtype of packed codes, if a cast back to a float dtype follows.
+    """Return the casts of float activations to the dtype of packed codes, if a cast back or an error about bytes follows.
 
     Casts right after a rounding are left out, because such code quantizes on purpose.
     """
+    refused = trace.failure is not None and _BYTES.search(trace.failure.error)
     codes = {(weight.module, weight.dtype) for weight, _ in quantized(trace) if weight.dtype in _CODES}
     by_source: dict[str, list[Call]] = {}
     back: set[str] = set()
@@ -145,7 +147,7 @@ def _activations_as_codes(trace: Trace) -> list[Call]:
                 if any(dtype == result and module.startswith(inside) for module, dtype in codes):
                     by_source.setdefault(call.source, []).append(call)
         before = call.op
-    return [call for source, calls in by_source.items() if source in back for call in calls]
+    return [call for source, calls in by_source.items() if refused or source in back for call in calls]
 
 
 def _rounded(trace: Trace, casts: list[Call]) -> Finding:
@@ -154,6 +156,8 @@ def _rounded(trace: Trace, casts: list[Call]) -> Finding:
     layer = next(weight for weight, _ in quantized(trace) if weight.module.startswith(f"{first.module}."))
     others = more(sum(call.repeats for call in casts) - 1, "such cast")
     lost = "no error is raised: the activations lose fractions and signs, and the cast has no gradient"
+    if trace.failure is not None:
+        lost = f"the step ends with {trace.failure.error}"
     how = (
         "cast the activations to the layers' compute dtype, or cast only if the target dtype is a float dtype"
     )

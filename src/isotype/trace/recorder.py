@@ -279,6 +279,14 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         dtype = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), None)
         return self.reads.origin_of(dtype) if isinstance(dtype, torch.dtype) else self.like
 
+    def note_unchanged(self, name: str, tensor: Any, result: Any) -> None:
+        """Record that a cast without effect (`y.to(x.dtype)`) lets `x` decide the dtype of `y`, unless `y` is stored."""
+        if result is not tensor or name not in _TAKE_FROM or (like := self._like(result.dtype)) is None:
+            return
+        before = self.origin(tensor)
+        if before.kind in ("cast", "operator", "promotion") and before.cause is not like.cause:
+            self.mark(tensor, Origin("cast", like.dtype, name, self.module, before=before, like=like))
+
     def _like(self, dtype: torch.dtype) -> Origin | None:
         return self.like if self.like is not None and self.like.dtype == dtype else None
 

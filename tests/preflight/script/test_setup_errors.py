@@ -336,6 +336,7 @@ def test_an_argument_that_moved_to_the_config_of_the_trainer(monkeypatch: pytest
     [
         ("__main__", "from peft import prepare_model_for_int8_training", "prepare_model_for_int8_training", "import prepare_model_for_kbit_training in its place, or install the version of peft for which"),
         ("__main__", "from peft import an_old_name", "an_old_name", "install the version of peft for which the script was written"),
+        ("__main__", "from peft import BitsAndBytesConfig", "BitsAndBytesConfig", "import it from transformers, or install the version of peft for which"),
         ("__main__", "import peft.an_old_module", "an_old_module", "install the version of peft for which the script was written"),
         ("trl.trainer", "from peft import an_old_name", "an_old_name", f"trl {version('trl')} needs another version of peft: upgrade trl, or install an older peft"),
     ],
@@ -343,7 +344,7 @@ def test_an_argument_that_moved_to_the_config_of_the_trainer(monkeypatch: pytest
 def test_a_name_that_the_installed_version_does_not_have(
     importer: str, code: str, absent: str, how: str
 ) -> None:
-    """huggingface/peft #3333, transformers #44351, #45278: old releases of PEFT import a class that transformers 5 removed."""
+    """huggingface/peft #3333, transformers #38832, #44351, #45278: old releases of PEFT import a class that transformers 5 removed."""
     cause, fix = _explanation(lambda model: exec(code, {"__name__": importer})) or ("", "")
     assert cause == f"peft {version('peft')} does not contain {absent}"
     assert fix.startswith(how)
@@ -385,16 +386,39 @@ def test_a_float64_tensor_cannot_go_to_an_apple_gpu(device: Any) -> None:
             lambda _: values.to(device),
             lambda _: torch.zeros(3, dtype=torch.float64, device=device),
             lambda _: torch.as_tensor(values.numpy(), device=device),
+            lambda _: nn.Linear(3, 3).double().to(device),
+            lambda _: nn.BatchNorm1d(3).double().to(device=device),
         ):
             known = _explanation(move)
             assert known is not None
             assert "an Apple GPU does not have" in known[0]
         assert values.to(device, torch.float32).dtype == torch.float32
+        assert nn.Linear(3, 3).double().to(device, torch.float32).weight.dtype == torch.float32
         assert values.float().to(device).double().dtype == torch.float64  # on the CPU, in place of the GPU
         assert torch.arange(3, device=device).dtype == torch.int64
         assert values.to("cpu").dtype == torch.float64
     finally:
         gpu.detach()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_fused_layer_of_an_evaluation_gets_one_dtype() -> None:
+    """Lightning-AI/pytorch-lightning #19980: autocast on a CPU casts the input of the layer, but not its weights."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1).eval()
+    padding = torch.tensor([[False, False, False], [False, False, True]])
+
+    def evaluate(_: Any) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return encoder(torch.ones(2, 3, 8, dtype=torch.bfloat16), src_key_padding_mask=padding)
+
+    cause, how = _explanation(evaluate) or ("", "")
+    assert "fused kernel" in cause
+    assert "set_fastpath_enabled(False)" in how
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        assert evaluate(None).shape == (2, 3, 8)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
 
 
 @pytest.mark.parametrize("device", ["t4", "a770"])

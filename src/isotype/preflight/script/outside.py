@@ -92,7 +92,9 @@ def outside(error: BaseException, model: nn.Module, step: Trace, unloads: Mappin
     if (copied := _of_copy(error, model)) is not None:
         return replace(copied, source=source)
     states = dict(_of_optimizer(error))
-    floats = [(n, t) for n, t in (states or variables).items() if t.dtype in FLOATS and t.dim()]
+    floats = [
+        (n, t) for n, t in (states or variables).items() if t.dtype in FLOATS and t.dim() and not t.is_nested
+    ]
     of_others = (t for _, t in floats if isinstance(t, nn.Parameter) and id(t) not in names)
     of = names | {id(t): name_in_process(t) for t in of_others}
     tensors = tuple((n, t.dtype, tuple(t.shape), of.get(id(t), "")) for n, t in floats)

@@ -35,6 +35,8 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
     if group.cause.kind == "state":
         stale = [starred(w.module) for w, state in quantized(trace) if state.state == group.cause.dtype]
         yield fix(f"set the quantization states' dtype to {expected}", "state", stale or names, expected)
+    if group.mismatched.dtype == torch.float32 and (own := _combined(trace, group)):
+        yield from _parameter_fixes(trace, group, own, "float32")
     yield from _hook_fixes(trace, group, expected)
     written = tuple(c.source for c in group.causes if c.kind in ("cast", "constant") and c.source)
     if written:
@@ -68,6 +70,13 @@ def _is_stored(trace: Trace, call: Call, operand: Operand) -> bool:
     """
     of_norm = "norm" in call.op and hasattr(torch.nn, trace.modules.get(call.module, ""))
     return (of_norm and _is_own(operand, call)) or operand.role in STATISTICS
+
+
+def _combined(trace: Trace, group: Group) -> list[Weight]:
+    """Return a module's 16-bit weights that its code combines with what it has cast to float32: `linear(x.float(), self.weight)`."""
+    by_code = (c for c in group.calls if group.cause.kind == "cast" and c.module == group.cause.module)
+    own = (o.origin.name for call in by_code for o in call.floats if o.dtype in HALVES and _is_own(o, call))
+    return [trace.owners[name] for name in dict.fromkeys(own) if name in trace.owners]
 
 
 _OTHER_RESULTS = ("fft", "numpy")

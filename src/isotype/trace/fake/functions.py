@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from isotype.compat.replaced import Replacements
 from isotype.compat.torch import FakeTensor
-from isotype.compat.torch_device import cpu_stands_for, fused_attention, names_of, on_cpu
+from isotype.compat.torch_device import CALLED_INSIDE, cpu_stands_for, fused_attention, names_of, on_cpu
 from isotype.compat.triton import without_kernels
 from isotype.contracts.contract import are_powers_of_two, autocast_lists
 from isotype.contracts.families import ONLY_POWERS_OF_TWO
@@ -44,6 +44,8 @@ _READS = frozenset({torch.Tensor.shape, torch.Tensor.is_sparse, torch.Tensor.req
 """Attributes that are read often. A read runs no operator, and its result is the same on all devices."""
 _LOWERED = FLOATS - {torch.float64}  # autocast keeps float64
 _SPARSE_PRODUCT = torch.sparse.mm.__name__  # calls `addmm`, which autocast casts
+_CALLERS = frozenset({"multi_head_attention_forward", "interpolate"})
+"""Functions that call a function in `CALLED_INSIDE`."""
 _FROM_LISTS = (torch.tensor, torch.as_tensor)
 _PRODUCTS = frozenset({"mm", "spmm", "matmul", "__matmul__"})
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
@@ -98,7 +100,8 @@ class Functions(TorchFunctionMode):
         self._stand_in.enter_context(without_kernels(self._recorder.launched, FakeTensor))
         self._stand_in.enter_context(replaced := Replacements())
         replaced.wrap(torch.nn.RNNBase, "check_input", self._check_input)
-        replaced.wrap(torch.nn.functional, scaled_dot_product_attention.__name__, self._attend)
+        for name in CALLED_INSIDE:
+            replaced.wrap(torch.nn.functional, name, self._inside)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -147,16 +150,19 @@ class Functions(TorchFunctionMode):
         try:
             sparse = name == _SPARSE_PRODUCT
             if cast and (recorder.edited() is None if sparse else self._foreign):
-                return self._autocast(func, name, args, kwargs)
-            return self._call(func, args, kwargs)
+                result = self._autocast(func, name, args, kwargs)
+            else:
+                result = self._call(func, args, kwargs)
+            recorder.note_unchanged(name, next(iter(args), None), result)
+            return result
         finally:
             recorder.function, recorder.autocast, recorder.like = before
 
-    def _attend(self, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call attention as this mode does. While `multi_head_attention_forward` runs, torch disables the mode."""
-        if self._recorder.function != "multi_head_attention_forward":
-            return attend(*args, **kwargs)
-        return self.__torch_function__(attend, (), args, kwargs)
+    def _inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function as this mode does, also while torch disables the mode, because a function in `_CALLERS` runs."""
+        if self._recorder.function not in _CALLERS:
+            return function(*args, **kwargs)
+        return self.__torch_function__(function, (), args, kwargs)
 
     def _check_input(self, check: Callable[..., None], layer: Any, value: torch.Tensor, *sizes: Any) -> None:
         """Record that a recurrent layer refuses an input of another dtype than its weights."""

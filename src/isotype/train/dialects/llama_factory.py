@@ -55,7 +55,8 @@ def _rows(reader: Reader) -> None:
         reader.use("streaming", **{"streaming" if "datasets" in reader.values else "dataset_streaming": True})
     parts = {"language_model": "language", "multi_modal_projector": "projector", "vision_tower": "vision"}
     frozen = [part for part in parts if reader.given.get(f"freeze_{part}", part != "language_model")]
-    if frozen and (reader.get("image_max_pixels") or any("images" in row.columns for row in rows)):
+    pictures = reader.get("image_max_pixels") or any("images" in row.columns for row in rows)
+    if frozen and (pictures or any(f"freeze_{part}" in reader.given for part in parts)):
         if reader.values.get("use_peft"):
             reader.values["adapt"] = ",".join(ours for part, ours in parts.items() if part not in frozen)
         else:
