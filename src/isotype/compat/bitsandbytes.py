@@ -21,11 +21,9 @@ REPACK: Final = "_convert_weight_packed_for_cpu"
 
 def hide_missing_kernel() -> None:
     """Hide bitsandbytes' warning, at its import, that the package kernels is missing. isotype computes without it."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_missing_kernel)
-
-
-def _is_no_missing_kernel(record: logging.LogRecord) -> bool:
-    return "gemm_4bit_forward" not in record.getMessage()
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+        lambda record: "gemm_4bit_forward" not in record.getMessage()
+    )
 
 
 def quantized_on(parameter: Any, device: str) -> Any:

@@ -1574,3 +1574,21 @@ optimizer.step()
     assert status == 0
     assert "IST199" not in err
     assert "warning[IST202]: frozen float32 weights are cast to bfloat16 at every step" in err
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gradient_that_is_not_finite_beside_a_finite_loss_is_named(runs: Runs, scaled: bool) -> None:
+    """unslothai/unsloth-zoo #866: only the backward overflows; a GradScaler skips such a step."""
+    step = (
+        "scaler = torch.amp.GradScaler('cpu')\nscaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()\n"
+        if scaled
+        else "loss.backward(); optimizer.step()\n"
+    )
+    _, _, err = runs(
+        "model = Net(torch.float32)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model.head.weight.register_hook(lambda gradient: gradient * float('inf'))\n"
+        "loss = model.float()(ids, ids)[1]\n" + step,
+        "--no-preflight",
+    )
+    sentence = "isotype: the loss of the first step is finite, but the gradient of head.weight is not; `isotype run --watch`"
+    assert (sentence in err) is not scaled

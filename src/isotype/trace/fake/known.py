@@ -92,7 +92,9 @@ class Known:
         kept = {_INTEGERS: getattr(first, _INTEGERS, None), _MASKED: self._masked(first)}
         for name, value in kept.items():
             moved = call.func(value, *args[1:]) if value is not None and packet in _MOVED else value
-            if moved is None or (packet in _SCALED and (name == _INTEGERS or not self._is_positive(args[1]))):
+            if moved is None or (
+                packet in _SCALED and (name == _INTEGERS or not 0 < (self._number(args[1]) or 0) < math.inf)
+            ):
                 continue
             setattr(output, name, (moved, version_of(output) or 0) if name == _MASKED else moved)
 
@@ -138,9 +140,6 @@ class Known:
             known = self._values.of(value) if value.numel() == 1 else None
             return None if known is None else float(known)
         return float(value) if isinstance(value, (int, float)) else None
-
-    def _is_positive(self, factor: Any) -> bool:
-        return 0 < (self._number(factor) or 0) < math.inf
 
     # ------------------------------------------------------------------------------------------------- decisions
 

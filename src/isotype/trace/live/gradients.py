@@ -171,6 +171,14 @@ def samples_of(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) ->
     return samples
 
 
+def not_finite_in(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin]) -> str:
+    """Return the first parameter with a NaN or infinite gradient; "" without one, or if the optimizer may skip the step."""
+    plain = [w for w in parameters_of(optimizer) if id(w) in names and type(w.grad) is torch.Tensor]
+    skips = getattr(optimizer, "found_inf", None) is not None
+    bad = (names[id(w)].name for w in plain if w.grad is not None and not w.grad.isfinite().all())
+    return "" if skips else next(bad, "")
+
+
 def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> dict[str, tuple[str, ...]]:
     """Compare parameters with their values before the step. Return the fields `unmoved` and `spoiled` of a `Trace`.
 

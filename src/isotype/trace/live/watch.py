@@ -50,6 +50,7 @@ from isotype.trace.live.gradients import (
     StepSeen,
     after_step,
     gradients_of,
+    not_finite_in,
     optimizers_here,
     samples_of,
 )
@@ -94,6 +95,7 @@ class Watch:
         learning_rate: learning rate of the optimizer's first group of parameters.
         scaler: True if the loss of the last step was scaled.
         gradients: the result of `gradients_of` at the start of the last optimizer step; empty before it.
+        not_finite: name of a parameter whose gradient was NaN or infinite in the last optimizer step; "" without one.
         skipped: number of steps that the GradScaler has skipped.
         skipping: True while `after` is called for a skipped step.
         device_autocast: autocast dtype of the recorded step -> autocast dtype of the simulated device.
@@ -118,7 +120,7 @@ class Watch:
         self.learning_rate: float | None = None
         self._autocast: torch.dtype | None = None
         self.gradients, self._samples = dict[str, Any](), list[Sample]()
-        self.skipped, self.skipping, self._stepping = 0, False, False
+        self.skipped, self.skipping, self._stepping, self.not_finite = 0, False, False, ""
         self.transformed, self.evaluation = False, tuple[Call, ...]()
         self.kind, self.device_autocast = "cpu", dict[torch.dtype, torch.dtype]()
         self._steps, self._before, self._after, self._evaluates = steps, before, after, evaluates
@@ -386,6 +388,7 @@ class Watch:
             self._weigh_optimizer(optimizer)
             with no_modes():
                 self._samples = samples_of(optimizer, self.recorder.names)
+                self.not_finite = not_finite_in(optimizer, self.recorder.names)
             self.recorder.turn_to("optimizer")
 
     def weigh_gradients(self, optimizer: torch.optim.Optimizer) -> None:
