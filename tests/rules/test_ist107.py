@@ -57,7 +57,9 @@ def test_a_checkpoint_that_forgets_autocast() -> None:
         "float16 instead of bfloat16 while gradient checkpointing recomputes the forward"
     )
     assert finding.op == "aten.addmm.default"
-    assert finding.cause == "second.weight is float16"
+    assert finding.cause == "autocast to bfloat16 is on in the forward, and off in the recomputation"
+    assert "second.weight is float16" in finding.notes
+    assert "custom_bwd" in finding.fixes[0].description
 
 
 @pytest.mark.real_cpu

@@ -296,3 +296,22 @@ def test_a_written_backward_is_placed_at_its_own_line():
     code = Product.backward.__code__
     assert group.calls[0].source == f"{code.co_filename}:{code.co_firstlineno + 4}"
     assert (group.cause.kind, group.cause.name) == ("parameter", "weight")
+
+
+class Halves(nn.Module):
+    """One layer of a float16 model is bfloat16, and the sum of both 16-bit dtypes is float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, dtype=BF16)
+        self.inner, self.last = (nn.Linear(8, 8, dtype=torch.float16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x.bfloat16()) + self.inner(x))
+        return out
+
+
+def test_the_sum_of_two_16_bit_dtypes_has_the_cause_of_the_rarer_one() -> None:
+    """unslothai/unsloth #4970: bfloat16 activations in a float16 model on a T4."""
+    inputs = {"x": torch.ones(2, 8, dtype=torch.float16)}
+    assert causes(traced(Halves(), inputs, phases=("forward",))) == [("parameter", "first.bias")]

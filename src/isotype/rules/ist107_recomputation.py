@@ -26,9 +26,11 @@ the first. Then both compute the same values. Unsafe: a step without autocast, w
 **Seen in** pytorch/pytorch #193338, #71124; NVIDIA/TransformerEngine #791; NVIDIA-NeMo/Automodel #2083 (default dtype).
 """
 
+from dataclasses import replace
+
 from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped, short
-from isotype.records.finding import Fix
+from isotype.records.finding import Finding, Fix
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit import contract_rule
 from isotype.rules.kit.findings import Findings, advice, finding_after, finding_at, setting
@@ -39,11 +41,13 @@ from isotype.rules.kit.words import device_error
 _HEADLINE = "{given} instead of {expected} while gradient checkpointing recomputes the forward"
 CLAIMS = (Claim("phase", lambda broken: broken.call.recomputed, _HEADLINE, settled=False),)
 
+_ON_AGAIN = "recompute under the autocast of the forward: decorate forward and backward of the function with torch.amp.custom_fwd and custom_bwd, or call torch.utils.checkpoint.checkpoint"
 _SAME_CODE = "let the forward and its recomputation run the same code: flags, adapters and random branches must not change before the backward ends"
 
 
 def find(trace: Trace) -> Findings:
-    yield from contract_rule.find(__name__, trace)
+    for finding in contract_rule.find(__name__, trace):
+        yield _with_autocast(trace, finding)
     failure, difference = trace.failure, _difference(trace)
     if failure is None and difference is not None and difference[2]:
         call, cause, how = difference
@@ -67,6 +71,18 @@ def find(trace: Trace) -> Findings:
     message = "the recomputation of gradient checkpointing differs from the forward"
     notes = (*((cached,) if trace.setup.autocast is not None else ()), *device_error(failure.error))
     yield finding_after("error", message, failure, cause=cause, notes=notes, fixes=fixes)
+
+
+def _with_autocast(trace: Trace, finding: Finding) -> Finding:
+    """Return the finding with another cause and one more fix if autocast was on in the forward and off in the recomputation."""
+    calls = (call for call in trace.breaches() if call.recomputed and call.source == finding.source)
+    if trace.setup.autocast is None or any(call.autocast is not None for call in calls):
+        return finding
+    cause = (
+        f"autocast to {dtype_name(trace.setup.autocast)} is on in the forward, and off in the recomputation"
+    )
+    fixes = (advice("autocast", _ON_AGAIN, "custom_bwd"), *finding.fixes)
+    return replace(finding, cause=cause, notes=(finding.cause, *finding.notes), fixes=fixes)
 
 
 def _difference(trace: Trace) -> tuple[Call, str, str] | None:

@@ -25,7 +25,7 @@ from isotype.compat.torch import (
     node_number,
     sizes_of,
 )
-from isotype.core.dtypes import FLOATS
+from isotype.core.dtypes import FLOATS, HALVES
 from isotype.core.operators import leaves, numbers_in, tensors_of
 from isotype.core.source import asking_frame, asking_line, is_called_by, shown
 from isotype.model.loss import ends_behind
@@ -405,6 +405,12 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             return Origin(kind, dtype, function, module, source, before, like)
         if "dequantize" in name and before is not None and before.kind == "parameter":
             return Origin("state", dtype, before.name.rpartition(".")[0], module, source)
+        halves = [operand for operand in operands if operand.dtype in HALVES and operand.shape]
+        if winner is None and len({operand.dtype for operand in halves}) == 2:
+            # float16 and bfloat16 give float32. The dtype that fewer weights have is the exception.
+            held = [origin.dtype for origin in self.names.values()]
+            rare = min(halves, key=lambda operand: held.count(operand.dtype))
+            return Origin("promotion", dtype, function, module, source, rare.origin)
         if winner is None:
             return Origin("operator" if operands else "constant", dtype, function, module, source, before)
         floats = {operand.dtype for operand in operands if operand.dtype in FLOATS and operand.shape}

@@ -115,7 +115,9 @@ def _without_gradients(error: BaseException, model: nn.Module, names: Mapping[in
     """Return advice for an error about missing gradients; "" for another error."""
     how = "compute the loss outside of torch.no_grad(), and not from detached values"
     if NO_GRADIENT in str(error):
-        why = "no parameter of the model requires a gradient: call requires_grad_() of those to train"
+        codes = any(hasattr(parameter, "quant_state") for parameter in model.parameters())
+        way = "add adapters (get_peft_model)" if codes else "call requires_grad_() of those to train"
+        why = f"no parameter of the model requires a gradient: {way}"
         return how if any(parameter.requires_grad for parameter in model.parameters()) else why
     if NOT_SCALAR in str(error):
         return "call backward on a scalar, such as loss.mean()"
