@@ -231,9 +231,9 @@ class Diagnosis:
             recorder = self.watch.recorder if self._numbers is None else None
             if recorder is not None and (word := recorder.terms.not_finite(self.watch.scaler)):
                 self._say(f"the loss of the first step is {word}; `isotype run --watch` names the operator")
-            elif recorder is not None and (name := self.watch.not_finite):
+            elif recorder is not None and self.watch.not_finite and not recorder.terms.not_finite(False):
                 self._say(
-                    f"the loss of the first step is finite, but the gradient of {name} is not; `isotype run --watch` names the operator"
+                    f"the loss of the first step is finite, but the gradient of {self.watch.not_finite} is not; `isotype run --watch` names the operator"
                 )
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
             self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
