@@ -4,11 +4,11 @@
 leaves open. Part of them are fitted to, the others held back. Runs that cannot be compared say why.
 
 `steps` traces the step of each run as a plan does, minutes in all, and writes what of it decides its time into `published_steps.jsonl`: products
-by dtype, FLOPs and bytes; bytes and launches of what kernels fuse, and of the rest; the peak. `fit` prints the numbers of
+by dtype, FLOPs and bytes; bytes and launches of the rest; the peak. `fit` prints the numbers of
 `isotype.planning.rates.REACHED` that come nearest to the runs that are fitted to (the least mean of the absolute logarithm of the ratio), and
 the spread, within which four of five of the others are. `table` prints foreseen beside published, and writes it into docs/plan.md.
 
-A run that fuses nothing is foreseen with every operator between products as it was traced. Nothing of a run's memory is fitted.
+A run that fuses nothing is traced with transformers' own operators (`--fuse False`). Nothing of a run's memory is fitted.
 
 Run: python benchmarks/rates.py {steps,fit,table}. `table` ends with 1 where a run is off by more than 1.25 times in speed or 15 % in memory
 and no reason stands beside it.
@@ -38,8 +38,7 @@ from isotype.precision.devices.profile import device_profile
 from isotype.records.memory import Memory
 from isotype.records.request import Setup
 from isotype.records.trace import Call, Trace
-from isotype.rules.kit import costs
-from isotype.rules.kit.costs import fuses, least_flops, step_time, traffic_of
+from isotype.rules.kit.costs import least_flops, step_time, traffic_of
 
 HERE = Path(__file__).parent
 PUBLISHED, STEPS, PAGE = (
@@ -82,10 +81,8 @@ class Run:
         return float(self.published["tokens_per_second"])
 
     def foreseen(self, reached: Reached) -> float:
-        """Tokens a second by a plan; of a run that fuses nothing with all operators as they were traced."""
+        """Tokens a second by a plan."""
         run = self.published
-        if not run["fused"]:
-            reached = replace(reached, between=1.0)
         profile, _ = with_rates(device_profile(run["device"]), reached)
         setup = Setup(profile, None, False, run["optim"], torch.bfloat16)
         time = step_time(Trace(setup, self.calls, (), {}, Memory({})))
@@ -102,14 +99,9 @@ class Run:
             for name, flops, size, count in self.step["products"]
             for dtype in (getattr(torch, name),)
         ]
-        rest = [
-            Call(op, "forward", "", "", (), ((torch.uint8, (size // count,)),), 0, count)
-            for op, (size, count) in (
-                ("aten.mul.Tensor", self.step["between"]),
-                ("rest.copy", self.step["rest"]),
-            )
-        ]
-        return (*products, *rest)
+        size, count = self.step["rest"]
+        rest = Call("aten.mul.Tensor", "forward", "", "", (), ((torch.uint8, (size // count,)),), 0, count)
+        return (*products, rest)
 
     @property
     def peak(self) -> float:
@@ -200,8 +192,10 @@ def arguments_of(run: dict[str, Any]) -> list[str]:
     words = f"--device {run['device']} --rows {rows} --length {length} --tokens-per-step {rows * length} --max-memory 1000GiB"
     words += f" --optim {run['optim']} --gradient_checkpointing {run['checkpointing']}"
     words += f" --quantization {run['quantization']}" if run["quantization"] else ""
+    words += "" if run["fused"] else " --fuse False"
     if lora is None:
-        return [*words.split(), "--use_peft", "False"]
+        # All of these runs train bfloat16 weights.
+        return [*words.split(), "--use_peft", "False", "--master_dtype", "bfloat16"]
     words += f" --lora_r {lora['r']} --lora_dropout {lora['dropout']} --lora_target_modules {lora['targets']}"
     return words.split()
 
@@ -209,24 +203,23 @@ def arguments_of(run: dict[str, Any]) -> list[str]:
 def summary(trace: Trace) -> dict[str, Any]:
     """Its calls by what decides their time."""
     products: Counter[tuple[str, int, int]] = Counter()
-    rest = {"between": [0, 0], "rest": [0, 0]}
+    rest = [0, 0]
     for call in trace.calls:
-        size, dtype = traffic_of(trace, call), costs.run_dtype(call)
+        size, dtype = traffic_of(trace, call), call.run_dtype
         if dtype is not None:
             name = str(dtype).removeprefix("torch.")
             products[name, round(least_flops(call) / call.repeats), size // call.repeats] += call.repeats
         elif size:
-            sums = rest["between" if fuses(call) else "rest"]
-            sums[0] += size
-            sums[1] += call.repeats
-    return {"products": [[*key, count] for key, count in products.items()], **rest}
+            rest[0] += size
+            rest[1] += call.repeats
+    return {"products": [[*key, count] for key, count in products.items()], "rest": rest}
 
 
 # Fit
 
 
 def fitted() -> Reached:
-    """The numbers that come nearest to the runs that are fitted to, and the spread of the others; `between` is counted, not fitted."""
+    """The numbers that come nearest to the runs that are fitted to, and the spread of the others."""
 
     def reached(numbers: Sequence[float]) -> Reached:
         return replace(REACHED, **dict(zip(FITTED, numbers, strict=True)))
@@ -324,8 +317,7 @@ def model_lines(reached: Reached) -> list[str]:
 
     return [
         f"The fitted numbers: matrix products reach {share('t4')} of the peak rate on a T4, {share('a100-80g')} on an A100, {share('h100')} on an H100, and "
-        f"{share('rtx4090')} on an RTX 4090. Fused kernels between matrix products move {100 * reached.between:.0f} % of the bytes in the trace, and need "
-        f"{100 * reached.between:.0f} % of its kernel launches. A launch takes "
+        f"{share('rtx4090')} on an RTX 4090. A launch takes "
         f"{1e6 * reached.launch:.0f} µs. A plan prints the range from {1 / reached.spread:.2g} to {reached.spread:.3g} times the predicted speed.",
     ]
 

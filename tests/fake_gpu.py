@@ -29,7 +29,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import isotype
 from isotype.core.random_states import RandomStates
-from isotype.lora import kernels, linear, weights
+from isotype.lora import kernels, weights
 from isotype.lora.attention.registered import LENGTHS
 from isotype.lora.loss.log_probs import log_probs
 from isotype.lora.loss.logits import Head
@@ -150,8 +150,6 @@ def start() -> None:
     # On the CPU's build torch's fused norm is a composition; a Triton kernel stands for it: one launch, the same bytes.
     there.TABLE = {**kernels.TABLE, "rms_norm": ("triton",)}
     there._why_not = lambda name, kind: None
-    of_dropout: Any = linear
-    of_dropout.has_kernel = lambda operator, kind: True
     of_weights: Any = weights
     of_weights.has_kernel = lambda operator, kind: operator == "bitsandbytes::gemm_4bit"
 

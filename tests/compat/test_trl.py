@@ -10,8 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 import trl.trainer.utils
+from torch import nn
+from trl.kernels import chunked_logprob
 
 import isotype
 from isotype.compat.trl import (
@@ -24,6 +27,8 @@ from isotype.compat.trl import (
     lacking_inside,
     put_forward,
 )
+from isotype.preflight.run import run
+from isotype.records.request import StepRequest
 
 SOURCE = Path(isotype.__file__).parent
 
@@ -91,3 +96,33 @@ def test_completions_are_kept_where_a_checkpoint_looks_for_them(name: str) -> No
     source = inspect.getsource(getattr(trl, name))
     assert "self._buffered_inputs = None" in source
     assert "self._step = 0" in source
+
+
+@pytest.mark.parametrize("device", ["h100", "t4", "xpu", "m3-max", "cpu"])
+def test_trl_s_head_runs_as_on_the_device(device: str) -> None:
+    """GPUs of NVIDIA, AMD and Intel launch Triton kernels. CUDA devices need no float32 copies of the logits."""
+    tokens, vocabulary = 64, 2048
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8, dtype=torch.float16)
+            self.head = nn.Linear(8, vocabulary, bias=False, dtype=torch.float16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            targets = torch.zeros(tokens, dtype=torch.int64)
+            head = self.head.weight, None, targets, 1.0, vocabulary
+            result: torch.Tensor = chunked_logprob.ChunkedLogProbFunction.apply(self.layer(x), *head)[0]  # type: ignore[no-untyped-call]
+            return result.sum()
+
+    x = torch.ones(tokens, 8, dtype=torch.float16)
+    report = run(StepRequest(Model(), {"x": x}, device=device), verify=False, measure=False)
+    assert report.trace.failure is None
+    assert not list(report.trace.breaches())
+    kernels = {call.op for call in report.trace.calls if call.op.startswith("triton")}
+    on_gpu = device in ("h100", "t4", "xpu")
+    assert kernels == ({"triton._forward_kernel", "triton._backward_kernel"} if on_gpu else set())
+    copies = 4 * tokens * vocabulary
+    activations = max(kinds.get("activations", 0) for kinds in report.memory.phases.values())
+    assert (activations < copies) == (device in ("h100", "t4"))
+    assert (torch.float32 in report.flops) == (device in ("xpu", "m3-max", "cpu"))

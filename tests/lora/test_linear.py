@@ -259,7 +259,7 @@ def test_a_gated_product_is_formed_again_in_the_backward(gate: str, dtype: torch
 @pytest.fixture(params=[False, True], ids=["by products", "by torch's kernel"])
 def dropout_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs' way to drop, too: torch has its kernels on CPUs, where they draw the same numbers."""
-    monkeypatch.setattr(linear, "_has_kernel", lambda _: request.param)
+    monkeypatch.setattr(linear, "device_type_of", lambda _: "cuda" if request.param else "cpu")
 
 
 @pytest.mark.usefixtures("dropout_kernel")

@@ -264,3 +264,105 @@ def test_a_simulated_gpu_has_room_for_some_dequantized_constants(
     for fold_layers in (False, True):
         added = peak(fold_layers, 64 * share * 4 * blocks) - peak(fold_layers, memory=0)
         assert added == pytest.approx(min(share, 1) * 4 * blocks, rel=0.3)
+
+
+def on_gpu(config: Any, device: str, storage: str | None, fused: bool, lora: Any = None, **check: Any) -> Any:
+    """The check of a step on a GPU, of a folded model of the config's; without `lora`, every weight is trained."""
+    policy = isotype.resolve_precision(
+        config,
+        dtype="float16" if device == "t4" else "bfloat16",
+        quantization=storage,
+        device=device,
+        trainable="lora" if lora else "full",
+    )
+    fold_layers = check.pop("fold", True)
+    model: Any = weightless_model(config, policy, lora=lora, fold=fold_layers).train()
+    if fused:
+        isotype.fuse(model, device=device)
+    batch = {name: torch.ones(1, 64, dtype=torch.long) for name in ("input_ids", "labels")}
+    report = isotype.check(model, batch, policy=policy, device=device, wiring=False, verify=False, **check)
+    assert report.trace.failure is None
+    assert not list(report.trace.breaches())
+    return report
+
+
+@pytest.mark.parametrize("device", ["h100", "mi300x", "xpu", "m3-max"])
+def test_a_check_of_a_gpu_runs_the_kernels_that_fuse_uses_there(config: Any, device: str) -> None:
+    """Apple GPUs have none. Elsewhere no norm stores its input in float32: two bytes less for each of its numbers."""
+    report = on_gpu(config, device, None, True, lora_config(r=8))
+    names = {call.op.split(".")[1] for call in report.trace.calls if call.op.startswith("isotype.gpu")}
+    expected = {"gpu_rms_norm", "gpu_rotate", "gpu_gated", "gpu_gated_backward", "gpu_rms_norm_backward"}
+    assert names == (set() if device == "m3-max" else expected)
+    of_norms = [call for call in report.trace.calls if call.op == "aten.rsqrt.default"]
+    assert bool(of_norms) == (device == "m3-max")
+
+
+def test_int8_layers_on_a_gpu_quantize_activations_in_float16(config: Any) -> None:
+    """bitsandbytes multiplies by dense weights on a CPU alone."""
+    runs = {
+        device: {call.op for call in on_gpu(config, device, "int8", False, lora_config(r=8)).trace.calls}
+        for device in ("h100", "xpu")
+    }
+    assert "bitsandbytes.int8_mixed_scaled_mm.default" in runs["h100"]
+    assert "bitsandbytes.int8_mixed_scaled_mm.default" not in runs["xpu"]
+    casts = [
+        result[0]
+        for call in on_gpu(config, "h100", "int8", False, lora_config(r=8)).trace.calls
+        if call.op == "aten._to_copy.default" and "base_layer" in call.module
+        for result in call.results
+    ]
+    assert torch.float16 in casts
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_an_optimizer_on_a_gpu_updates_all_parameters_at_once(config: Any, folded: bool) -> None:
+    """torch chooses foreach kernels, which allocate a float32 tensor for each parameter; fused kernels allocate none."""
+    peaks = {
+        (device, optimizer): sum(
+            on_gpu(config, device, None, False, fold=folded, optimizer=optimizer)
+            .memory.phases["optimizer"]
+            .values()
+        )
+        for device in ("h100", "m3-max")
+        for optimizer in ("adamw_torch", "adamw_torch_fused")
+    }
+    with torch.device("meta"):
+        weights = sum(4 * p.numel() for p in transformers.LlamaForCausalLM(config).parameters())
+    added = peaks["h100", "adamw_torch"] - peaks["h100", "adamw_torch_fused"]
+    assert added == pytest.approx(weights, rel=0.01)
+    assert peaks["m3-max", "adamw_torch"] - peaks["m3-max", "adamw_torch_fused"] < weights / 2
+
+
+def test_a_model_fused_on_a_cpu_attends_on_a_gpu_by_torch_s_kernel(path: Any) -> None:
+    """The loops of a CPU store no mask of padding, and torch's kernel does."""
+    ids = torch.ones(2, 64, dtype=torch.long)
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(8), 0)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    masked = {}
+    for device in ("cpu", "h100"):
+        model, policy = trained(path, "bfloat16", None, False, True)
+        report = isotype.check(model, batch, policy=policy, device=device, wiring=False, verify=False)
+        attends = [call for call in report.trace.calls if "attention" in call.op and call.phase == "forward"]
+        masked[device] = {
+            operand.role for call in attends for operand in call.operands if "mask" in operand.role
+        }
+    assert not masked["cpu"]
+    assert masked["h100"]
+
+
+def test_products_with_a_wide_result_count_in_the_dtype_of_their_operands(config: Any) -> None:
+    """Gradients of adapters are summed in float32. A T4 has no such product of bfloat16 matrices."""
+    names = {}
+    for device, dtype in (("h100", "bfloat16"), ("t4", "float16"), ("t4", "bfloat16")):
+        policy = isotype.resolve_precision(config, dtype=dtype, device=device)
+        model: Any = weightless_model(config, policy, lora=lora_config(r=8), fold=True).train()
+        isotype.fuse(model, device=device)
+        batch = {name: torch.ones(1, 64, dtype=torch.long) for name in ("input_ids", "labels")}
+        report = isotype.check(model, batch, policy=policy, device=device, wiring=False, verify=False)
+        calls = [call for call in report.trace.calls if ".dtype" in call.op]
+        names[device, dtype] = {call.op for call in calls}
+        assert {call.run_dtype for call in calls} <= {getattr(torch, dtype)}
+    wide = {"aten.mm.dtype_out", "aten.addmm.dtype_out"}
+    assert set() < names["h100", "bfloat16"] <= wide
+    assert set() < names["t4", "float16"] <= wide
+    assert not names["t4", "bfloat16"]

@@ -420,3 +420,22 @@ def test_attention_inside_of_multi_head_attention_runs_as_on_the_device(
         assert [(finding.code, finding.cause) for finding in report.errors] == (
             [("IST104", "the input src_mask is float32")] if wrong else []
         )
+
+
+@pytest.mark.parametrize("kind", ["cuda", "rocm", "xpu", "mps", "cpu"])
+def test_dropout_on_a_gpu_stores_a_mask_of_bytes(kind: str) -> None:
+    """A CPU and Apple GPUs multiply by a mask in the dtype of the input (`is_fused_kernel_acceptable` in Dropout.cpp)."""
+    x = torch.ones(4, requires_grad=True)
+    fused = kind in ("cuda", "rocm", "xpu")
+    calls: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+        "function": (lambda x: nnf.dropout(x, 0.5, training=True), True),
+        "operator": (lambda x: torch.dropout(x, 0.5, True), True),
+        "module": (lambda x: nn.Dropout(0.1)(x), True),
+        "in place": (lambda x: nnf.dropout(x * 1, 0.5, inplace=True), False),
+        "evaluation": (lambda x: nnf.dropout(x * 1, 0.5, training=False), False),
+        "of everything": (lambda x: nnf.dropout(x, p=1.0), False),
+    }
+    for name, (act, drops) in calls.items():
+        result = under(kind, act, None, x=x)
+        by_kernel = result.grad_fn.name() == "NativeDropoutBackward0"
+        assert by_kernel == (fused and drops), (name, result.grad_fn.name())

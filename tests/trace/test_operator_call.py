@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isotype.trace.operator_call import flops_of, scratch_bytes
 from tests.allocations import peak_of
+from tests.small import FP32
 
 ATEN = torch.ops.aten
 QUERY, KEY = (2, 8, 5, 16), (2, 4, 7, 16)
@@ -123,3 +124,13 @@ def test_a_4bit_weight_is_dequantized() -> None:
 
 def test_other_operators_have_none() -> None:
     assert scratch_bytes("aten.mm.default", "cpu", (), torch.empty(3)) == 0
+
+
+@pytest.mark.parametrize("name", ["mm", "bmm", "addmm", "baddbmm"])
+def test_a_result_in_another_dtype_changes_no_flops(name: str) -> None:
+    shape = (2,) if "bmm" in name else ()
+    left, right, out = (torch.empty(*shape, *size, device="meta") for size in ((3, 5), (5, 7), (3, 7)))
+    operands = (out, left, right) if "add" in name else (left, right)
+    for overload, dtypes in (("default", ()), ("dtype", (FP32,)), ("dtype_out", (FP32,))):
+        operator = getattr(getattr(ATEN, name), overload)
+        assert flops_of(operator, (*operands, *dtypes), {}, out) == 2 * out.numel() * 5

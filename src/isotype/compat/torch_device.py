@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch.amp import autocast_mode
+from torch.optim import optimizer as torch_optimizer
 from torch.overrides import TorchFunctionMode
 
 from isotype.compat.replaced import Replacements, replace
@@ -45,6 +46,7 @@ _QUIET: Mapping[str, Any] = {
     **dict.fromkeys(("memory_reserved", "max_memory_reserved", "driver_allocated_memory"), 0),
 }
 _RANGES = ("range_push", "range_pop", "range_start", "range_end", "mark")
+_EVERY_TYPE = type("EveryType", (), {"__contains__": lambda *_: True})()
 _STREAMS = ("Stream", "Event", "stream", "current_stream", "default_stream", "device", "device_of")
 _LEGACY_TENSORS = tuple(
     f"{name}Tensor"
@@ -204,6 +206,12 @@ def _changes(simulated: str) -> list[tuple[Any, str, Any]]:
     # torch checks the arguments of `record_stream` before it calls a function mode.
     changes += [(torch.Tensor, "record_stream", _quiet(None))]
     changes += [(torch, "Generator", _Generators("Generator", (), {}))]
+    if simulated in ("cuda", "xpu"):  # as on a GPU, optimizers update all parameters at once by default
+        changes += [(torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])]
+        changes += [(torch_optimizer, "_foreach_supported_types", _EVERY_TYPE)]
+    int8: Any = sys.modules.get("bitsandbytes.autograd._functions")
+    if simulated != "xpu" and int8 is not None:  # bitsandbytes dequantizes int8 weights only on a CPU and XPU
+        changes += [(int8, "MatMul8bitFp", int8.MatMul8bitLt), (int8.logger, "warning", _quiet(None))]
     flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
     if simulated == "cuda":
         if flex is not None:  # without the switch, torch would compile the kernel

@@ -5,13 +5,17 @@ https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from types import CodeType, MethodType
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+
+from isotype.compat.replaced import Replacements
 
 _MAKER = "add_fused_lm_head"
 HEAD_ARGUMENTS = ("temperature", "cast_lm_head_to_fp32", "outputs")
@@ -30,6 +34,28 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "trl.rewards": ("accuracy_reward",),  # one of the names of --reward_funcs
 }
 """Module of TRL -> names that a training uses."""
+
+
+def gpu_head(launched: Callable[[str, Any], None], *, cuda: bool) -> Replacements:
+    """Return a context in which TRL's fused head runs as on a GPU, on any tensors.
+
+    TRL 1.16 launches Triton kernels there, and adds products of 16-bit matrices in float32 on CUDA devices. On a CPU, it
+    computes with several float32 copies of the logits. `launched(name, arguments)` is called in place of a kernel.
+    """
+
+    def launch(name: str, _: Any, *args: Any, **kwargs: Any) -> None:
+        launched(name, (*args, *kwargs.values()))
+
+    def add(add: Callable[..., Any], total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        wide = cuda and a.itemsize == 2
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total) if wide else add(total, a, b)
+
+    replaced, head = Replacements(), sys.modules.get("trl.kernels.chunked_logprob")
+    if head is not None:
+        replaced.wrap(head, "_forward_tile", partial(launch, "_forward_kernel"))
+        replaced.wrap(head, "_backward_tile", partial(launch, "_backward_kernel"))
+        replaced.wrap(head, "_addmm_fp32", add)
+    return replaced
 
 
 def is_fused_forward(function: Any) -> bool:

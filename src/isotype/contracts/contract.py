@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from isotype.compat.torch_device import device_type
 from isotype.contracts.families import families_of, integer_refusal, transformed_sizes
 from isotype.contracts.pattern import (
     CORRUPTS,
@@ -409,7 +410,7 @@ class AutocastLists:
 def autocast_lists(kind: str) -> AutocastLists:
     """Return the autocast lists of a device kind (ROCm uses CUDA's). Raise ValueError for an unknown kind."""
     lists = json.loads(TABLE.read_text(encoding="utf-8"))["lists"]
-    name = {"rocm": "cuda"}.get(kind, kind)
+    name = device_type(kind)
     if name not in lists:
         raise ValueError(f"autocast on device kind {kind!r}: expected one of {', '.join([*lists, 'rocm'])}")
     return AutocastLists(**{key: frozenset(operators) for key, operators in lists[name].items()})

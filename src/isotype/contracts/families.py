@@ -185,10 +185,10 @@ FAMILIES: tuple[Family, ...] = (
     Family(_ops("bmm baddbmm baddbmm_ addbmm addbmm_"), _SCALAR_TYPE, exact=True),
     Family(_ops("dot vdot"), _DOT, exact=True),
     # Overloads with a result dtype exist only on GPUs. The added tensor may have either dtype.
-    Family(_ops("mm.dtype"), "input dtypes must be the same", exact=True, devices=GPUS),
-    Family(_ops("bmm.dtype"), _BATCHES, exact=True, devices=GPUS),
-    Family(_ops("baddbmm.dtype"), _BATCHES, alike=(1, 2), exact=True, devices=GPUS),
-    Family(_ops("addmm.dtype"), _MATRICES, alike=(1, 2), exact=True, devices=GPUS),
+    Family(_ops("mm.dtype mm.dtype_out"), "input dtypes must be the same", (0, 1), exact=True, devices=GPUS),
+    Family(_ops("bmm.dtype bmm.dtype_out"), _BATCHES, (0, 1), exact=True, devices=GPUS),
+    Family(_ops("baddbmm.dtype baddbmm.dtype_out"), _BATCHES, (1, 2), exact=True, devices=GPUS),
+    Family(_ops("addmm.dtype addmm.dtype_out"), _MATRICES, (1, 2), exact=True, devices=GPUS),
     *(
         Family(_ops(names), exact=True, only="fdbh", refusal=_NO_KERNEL.format(kernel), devices=_CUDA)
         for names, kernel in _CUDA_PRODUCTS.items()
@@ -340,7 +340,7 @@ def families_of(op: str, device: str, capability: tuple[int, int] | None = None)
 
     `capability` is an NVIDIA GPU's compute capability (default: `UNKNOWN_CAPABILITY`).
     """
-    named = {op} if op.endswith(".dtype") else {op.rpartition(".")[0]}
+    named = {op} if op.endswith((".dtype", ".dtype_out")) else {op.rpartition(".")[0]}
     alike = (family for family in FAMILIES if not named.isdisjoint(family.ops))
     return tuple(family for family in alike if family.holds(device, capability))
 

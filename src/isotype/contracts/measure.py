@@ -45,6 +45,7 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import OpOverload
+from isotype.compat.torch_device import device_type
 from isotype.contracts.contract import KINDS, TABLES, UNSPECIFIED, read_table, table_name
 from isotype.contracts.example import (
     REFUSALS,
@@ -84,7 +85,6 @@ EXAMPLES = TABLES / "examples.json"
 GPU_EXAMPLES = TABLES / "examples_gpu.json"
 """Calls of the attention kernels of GPUs; this file is written by hand."""
 
-_TORCH_NAMES = {"rocm": "cuda"}  # device kind -> torch's name of it
 _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # variables that lower a CPU's instruction set
 
 
@@ -266,7 +266,7 @@ def _measured_in_children(
 
 def _device_name(device: str) -> str:
     if device in ("cuda", "rocm", "xpu"):
-        return str(getattr(torch, _TORCH_NAMES.get(device, device)).get_device_name())
+        return str(getattr(torch, device_type(device)).get_device_name())
     return device_profile(device).title
 
 
@@ -309,7 +309,7 @@ def main() -> None:
     parser.add_argument("--examples", type=Path, help="calls to replay instead of isotype's examples")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    device = torch.device(_TORCH_NAMES.get(options.device, options.device))
+    device = torch.device(device_type(options.device))
     if options.child is not None:
         with options.output.open("a", encoding="utf-8") as lines:
             for op, calls in json.loads(options.child.read_text(encoding="utf-8")).items():

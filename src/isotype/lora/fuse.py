@@ -12,11 +12,12 @@ import psutil
 import torch
 from torch import nn
 
+from isotype.compat.torch_device import device_type
 from isotype.core.names import format_bytes, grouped, plural, starred
 from isotype.lora.adapted import why_not
 from isotype.lora.attention.registered import AttentionReport, use_fast_attention
 from isotype.lora.gates import GatedParts, gated_parts
-from isotype.lora.kernels import DEVICES, Kernel, Operation, chosen
+from isotype.lora.kernels import DEVICES, Kernel, Operation, chosen, foreseen
 from isotype.lora.loops import elementwise
 from isotype.lora.modules import FusedLora, FusedMlp, FusedNorm, FusedRotary, Siblings, put_in, take_out
 from isotype.lora.norms import NormParts, is_norm, norm_parts
@@ -243,13 +244,15 @@ def fuse(
         budget: maximum bytes for dense copies of base weights that are quantized or need a cast. The default on a GPU
             is 0. The default on a CPU is a quarter of the free memory. There, dequantizing a weight takes more than
             half as long as multiplying by the weight. A sharded (FSDP2) model gets no copies.
-        device: kind (`"cpu"`, `"cuda"`) or profile of the device for which a model on the meta device is fused. None
-            means the device of the parameters.
+        device: kind (`"cpu"`, `"cuda"`), name (`"t4"`) or profile of the device for which a model on the meta device is
+            fused. None means the device of the parameters.
 
     Returns:
         The names of the fused modules, and of the unfused modules with the reasons.
     """
     unfuse(model)
+    if isinstance(device, str) and device not in ("cpu", *DEVICES):
+        device = device_profile(device)
     fused_experts, of_experts = _fuse_experts(model)
     tuners = ((name, module) for name, module in model.named_modules() if is_tuner_layer(module))
     layers = {n: m for n, m in tuners if hasattr(m, "lora_A") and not isinstance(m, experts.FusedExperts)}
@@ -273,7 +276,7 @@ def fuse(
             put_in(layer, FusedLora, weights, siblings)
     _keep_copies(model, weights, fused)
     gated = {name: parts.gate.name for name, parts in _put_in_all(model, FusedMlp, _gated).items()}
-    kernels = {} if on_cpu else _kernels(model, gated.values())
+    kernels = {} if on_cpu else _kernels(model, gated.values(), device_type(kind) if kind else "")
     rotates = elementwise.compiled() if on_cpu else _has(kernels, "rotary positions")
     norms = on_cpu or _has(kernels, "RMSNorm")
     rotary = tuple(_put_in_all(model, FusedRotary, _rotates)) if rotates else ()
@@ -307,11 +310,14 @@ _KERNELS = {
 }
 
 
-def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
-    """Return the GPU kernel of each operation between matrix products, chosen by trials on this machine."""
+def _kernels(model: nn.Module, gates: Iterable[str], kind: str) -> dict[str, Kernel]:
+    """Return the GPU kernel of each operation between matrix products, chosen by trials on this machine.
+
+    A model on the meta device gets the kernels that a trace assumes for `kind`, a type of device.
+    """
     policy = policy_of(model)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if parameter is None or parameter.device.type not in DEVICES:
+    if parameter is None or (kind if parameter.is_meta else parameter.device.type) not in DEVICES:
         return {}
     dtype = parameter.dtype if policy is None else policy.compute
     operations: dict[str, tuple[Operation, str]] = {
@@ -323,6 +329,8 @@ def _kernels(model: nn.Module, gates: Iterable[str]) -> dict[str, Kernel]:
     if dtype.itemsize == 2:
         operations[_GRADIENTS] = "float32_product", ""
     device = parameter.device
+    if parameter.is_meta:
+        return {name: foreseen(operation) for name, (operation, _) in operations.items()}
     return {name: chosen(operation, device, dtype, gate) for name, (operation, gate) in operations.items()}
 
 

@@ -19,6 +19,7 @@ from isotype.compat import torch_norm
 from isotype.compat.torch import PLAIN, FakeTensor, has_kernel
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
 from isotype.lora.gpu import elementwise
+from isotype.precision.devices.simulated import device_type_of, is_native
 
 Operation = Literal["rms_norm", "rms_norm_promoted", "gated", "rotary", "float32_product"]
 """`rms_norm_promoted`: weight and input have two dtypes, or the norm multiplies by 1 + weight as in Gemma."""
@@ -92,15 +93,21 @@ class Kernel:
 def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") -> Any | None:
     """Return the functions of the GPU kernel for these tensors; None for torch's operators. `detail`: the activation."""
     first = tensors[0]
-    if first.device.type not in DEVICES or first.dtype not in COMPUTE_DTYPES or torch.compiler.is_compiling():
+    if (
+        device_type_of(first) not in DEVICES
+        or first.dtype not in COMPUTE_DTYPES
+        or torch.compiler.is_compiling()
+    ):
         return None
     if any(x.device != first.device for x in tensors):
         return None
     if all(type(x) in PLAIN for x in tensors):
         return chosen(operation, first.device, first.dtype, detail).functions
     # Fake tensors have no values for a trial, and other subclasses have their own semantics.
-    fakes = all(isinstance(x, FakeTensor) for x in tensors)
-    return foreseen(operation, first.device.type).functions if fakes else None
+    fakes = all(isinstance(x, FakeTensor) for x in tensors) and (
+        operation != "float32_product" or is_native(first)
+    )
+    return foreseen(operation).functions if fakes else None
 
 
 @cache
@@ -116,10 +123,10 @@ def chosen(operation: Operation, device: torch.device, dtype: torch.dtype, detai
     return Kernel("torch", None, tuple(reasons))
 
 
-def foreseen(operation: Operation, kind: str) -> Kernel:
-    """Predict, without a trial, which kernel an operation will have on a type of device."""
-    name = next((name for name in TABLE[operation] if _why_not(name, kind) is None), None)
-    return Kernel("torch", None) if name is None else Kernel(name, _CANDIDATES[name][0])
+def foreseen(operation: Operation) -> Kernel:
+    """Return the kernel that an operation is assumed to have on another machine's GPU: Triton's, or else the first choice."""
+    name = next((name for name in TABLE[operation] if name == "triton"), TABLE[operation][0])
+    return Kernel(name, _CANDIDATES[name][0])
 
 
 def _why_not(name: str, kind: str) -> str | None:

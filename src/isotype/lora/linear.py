@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from isotype.compat.bitsandbytes import product_4bit
-from isotype.compat.torch import UNNAMED_VIEW, has_kernel
+from isotype.compat.torch import UNNAMED_VIEW
 from isotype.core.dtypes import NoAutocast
 from isotype.lora import kernels
 from isotype.lora.adapted import Adapter, Layer
@@ -32,6 +32,7 @@ from isotype.lora.gates import Gate
 from isotype.lora.loops.products import Sum, write_sums
 from isotype.lora.weights import DenseWeights, Pairs, rounded, shape_of, split
 from isotype.model.quantized import quantization_state
+from isotype.precision.devices.simulated import device_type_of
 
 _aten = torch.ops.aten
 
@@ -78,7 +79,7 @@ def drop(
     """
     if not probability:
         return x, None
-    if _has_kernel(x):
+    if device_type_of(x) in kernels.DEVICES:
         kept, mask = _aten.native_dropout(x, probability, True)
         return kept, mask
     drawn = torch.empty_like(source, dtype=torch.bool).bernoulli_(1 - probability)
@@ -92,14 +93,10 @@ def dropped(x: torch.Tensor, mask: torch.Tensor | None, probability: float) -> t
         return x
     # With a probability of 1 every value is dropped; the scale only has to be finite.
     scale = 1 / max(1 - probability, torch.finfo(x.dtype).tiny)
-    if _has_kernel(x):
+    if device_type_of(x) in kernels.DEVICES:
         result: torch.Tensor = _aten.native_dropout_backward(x, mask, scale if probability < 1 else 0.0)
         return result
     return x * mask * scale
-
-
-def _has_kernel(x: torch.Tensor) -> bool:
-    return x.device.type in kernels.DEVICES and has_kernel("aten::native_dropout", x.device.type)
 
 
 def lora_linear(
@@ -152,7 +149,9 @@ class _LoraLinear(torch.autograd.Function):
             # With dropout, a CPU rounds every A separately, so that an A in the working dtype is not copied.
             layers = _layers_of(spec, tensors)
             pairs = [layer.pairs for layer in layers]
-            down, scaled = rounded(pairs, spec.working, stacked=not (spec.drops and first.is_cpu))
+            down, scaled = rounded(
+                pairs, spec.working, stacked=not (spec.drops and device_type_of(first) == "cpu")
+            )
             for layer, up in zip(layers, scaled, strict=True):
                 layer.scaled_up = up
             hidden, masks = _hidden(spec, x, first, layers, down)

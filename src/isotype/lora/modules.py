@@ -22,7 +22,7 @@ from isotype.lora.rotary import with_loops
 from isotype.lora.weights import DenseWeights
 from isotype.model.boundary import boundary_of, set_boundary
 from isotype.model.walk import kind_of, must_be_called
-from isotype.precision.devices.simulated import is_on_cpu, working_dtype
+from isotype.precision.devices.simulated import device_type_of, working_dtype
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Siblings:
                 usable[layer] = reading
         working = working_dtype(compute, x)
         # A trace assumes the loops on every CPU. They need more memory than torch: the weights of all layers at once.
-        compiled = is_on_cpu(x) if isinstance(x, FakeTensor) else is_used(working, x)
+        compiled = device_type_of(x) == "cpu" if isinstance(x, FakeTensor) else is_used(working, x)
         together = tuple([reading.layer for reading in usable.values()])
         spec = Spec(together, self.weights, working, result, gate, torch.is_grad_enabled(), compiled)
         tensors = [tensor for reading in usable.values() for tensor in reading.tensors]

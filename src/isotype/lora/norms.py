@@ -21,6 +21,7 @@ from isotype.model.boundary import boundary_of, sharing
 from isotype.model.boundary_choice import output_of
 from isotype.model.modes import is_close, result_of
 from isotype.model.shard import is_sharded
+from isotype.precision.devices.simulated import device_type_of
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class _RmsNorm(torch.autograd.Function):
 def _kernel(x: torch.Tensor, weight: torch.Tensor, parts: NormParts) -> Any | None:
     if weight.shape != x.shape[-1:]:
         return None
-    if x.device.type == "cpu":
+    if device_type_of(x) == "cpu":
         fits = torch.promote_types(x.dtype, weight.dtype) == x.dtype and elementwise.usable(x)
         return elementwise if fits else None
     plain = weight.dtype == x.dtype and not parts.offset

@@ -19,6 +19,7 @@ from isotype.compat.swapped import globals_of, innermost, update_globals, with_g
 from isotype.lora.kernels import kernel_of
 from isotype.lora.loops import elementwise
 from isotype.model.modes import is_close, result_of
+from isotype.precision.devices.simulated import device_type_of
 
 NAME = "apply_rotary_pos_emb"
 
@@ -112,7 +113,7 @@ def _kernel_for(q: Any, k: Any, cos: Any, sin: Any) -> Any | None:
     rows = cos.shape[0]
     if not all(x.shape[2:] == cos.shape[1:] and rows in (1, x.shape[0]) for x in (q, k)):
         return None
-    if q.device.type == "cpu":
+    if device_type_of(q) == "cpu":
         return elementwise if all(map(elementwise.supported, operands)) else None
     return kernel_of("rotary", *operands)
 

@@ -15,7 +15,7 @@ from isotype.compat.torch import FakeTensor, copy_each, has_kernel, multiply_eac
 from isotype.core.dtypes import COMPUTE_DTYPES
 from isotype.model.quantized import codes_of, dense_weight, quantization_state
 from isotype.model.walk import derives_from, kind_of
-from isotype.precision.devices.simulated import gpu_memory, represented
+from isotype.precision.devices.simulated import device_type_of, gpu_memory, represented
 
 FEW = 64
 """Up to this number of rows (generated tokens), bitsandbytes multiplies by a 4-bit weight without dequantizing it."""
@@ -162,7 +162,7 @@ Rounded = tuple[torch.Tensor | None, list[torch.Tensor | None]]
 def rounded(layers: Sequence[Pairs], dtype: torch.dtype, *, stacked: bool) -> Rounded:
     """Return (all A stacked, or None if `stacked` is False; scale × B of each layer), rounded once to `dtype`."""
     matrices = [x for layer in layers for x in (*layer.downs, *layer.ups)]
-    if not matrices or matrices[0].device.type == "cpu" or all(x.dtype == dtype for x in matrices):
+    if not matrices or device_type_of(matrices[0]) == "cpu" or all(x.dtype == dtype for x in matrices):
         return _one_by_one(layers, dtype, stacked)
     return _together(layers, dtype, stacked)
 

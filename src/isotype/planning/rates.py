@@ -37,7 +37,7 @@ def _load(device: torch.device) -> _Load:
 
 @dataclass(frozen=True)
 class Reached(StepRates):
-    """Shares of a GPU's data-sheet rates that trainings reach. `between` is from kernel counts; the rest was fitted.
+    """Shares of a GPU's data-sheet rates that trainings reach. All numbers were fitted.
 
     Attributes:
         products: share of the peak rate that matrix products reach on a GPU with a peak of 100 TFLOP/s.
@@ -60,7 +60,7 @@ class Reached(StepRates):
         }
 
 
-REACHED = Reached(products=0.7, falling=0.17, ceiling=0.88, between=0.1, launch=14e-6, spread=1.25)
+REACHED = Reached(products=0.7, falling=0.083, ceiling=0.97, launch=15e-6, spread=1.25)
 
 
 def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[DeviceProfile, str]:

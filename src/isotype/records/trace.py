@@ -192,6 +192,13 @@ class Call:
         return [operand for operand in self.operands if operand.dtype in FLOATS]
 
     @property
+    def run_dtype(self) -> torch.dtype | None:
+        """The dtype in which a matmul-like call multiplies; None for other calls. `mm.dtype` widens only its result."""
+        if not self.flops or not self.results:
+            return None
+        return self.operands[1].dtype if ".dtype" in self.op else self.results[0][0]
+
+    @property
     def dtypes(self) -> set[torch.dtype]:
         return {operand.dtype for operand in self.operands} | {dtype for dtype, _ in self.results}
 
@@ -418,11 +425,11 @@ class Trace:
 
     @cached_property
     def flops(self) -> dict[torch.dtype, int]:
-        """FLOPs of matmul-like operators by dtype of the first result."""
+        """FLOPs of matmul-like operators by the dtype in which they multiply."""
         total: Counter[torch.dtype] = Counter()
         for call in self.calls:
-            if call.flops and call.results:
-                total[call.results[0][0]] += call.flops * call.repeats
+            if call.run_dtype is not None:
+                total[call.run_dtype] += call.flops * call.repeats
         return dict(total)
 
     @cached_property

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from isotype.compat.torch_device import device_type
 from isotype.contracts.contract import doubts
 from isotype.core.dtypes import COMPUTE_DTYPES, dtype_name
 from isotype.core.json_records import encoded
@@ -106,8 +107,7 @@ def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
 
     On a GPU of this machine, the kernels were tried in its best dtype. For other GPUs, they are only expected.
     """
-    kind = {"rocm": "cuda"}.get(profile.kind, profile.kind)
-    if kind not in kernels.DEVICES:
+    if device_type(profile.kind) not in kernels.DEVICES:
         return []
     rows = []
     for operation in kernels.TABLE:
@@ -115,7 +115,7 @@ def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
             detail = "silu" if operation == "gated" else ""
             kernel = kernels.chosen(operation, torch.device(profile.name), profile.best_dtype(), detail)
         else:
-            kernel = kernels.foreseen(operation, kind)
+            kernel = kernels.foreseen(operation)
         why = f" ({'; '.join(kernel.reasons)})" if kernel.reasons else ""
         rows.append((operation.replace("_", " "), f"{kernel.name}{why}"))
     return rows

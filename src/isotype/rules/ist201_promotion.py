@@ -103,7 +103,7 @@ def _is_adapter_weight(operand: Operand, owners: Mapping[str, Weight]) -> bool:
 
 
 def _wide(trace: Trace, call: Call, exempt: set[str]) -> _Wide | None:
-    compute, dtype = trace.setup.compute, costs.run_dtype(call)
+    compute, dtype = trace.setup.compute, call.run_dtype
     if dtype not in FLOATS or dtype.itemsize <= compute.itemsize or call.breach or call.module in exempt:
         return None
     wide = [operand for operand in call.operands if operand.dtype == dtype]

@@ -37,7 +37,6 @@ from isotype.core.dtypes import HALVES, parse_dtype
 from isotype.records.finding import Action, Fix
 from isotype.records.trace import Trace, Weight
 from isotype.rules import ist404_compute_dtype
-from isotype.rules.kit import costs
 from isotype.rules.kit.findings import Findings, Fixes, finding_of
 from isotype.rules.kit.value_ranges import flushed
 from isotype.rules.kit.weight_sets import counted, float32_masters, trained
@@ -129,4 +128,4 @@ def _backward_in_float16(trace: Trace) -> bool:
     """Return True if the backward has a float16 matmul outside of the 4-bit layers that IST404 reports."""
     other = ist404_compute_dtype.layers_in(trace, torch.float16)
     backward = (call for call in trace.calls if call.phase == "backward" and call.module not in other)
-    return any(costs.run_dtype(call) == torch.float16 for call in backward)
+    return any(call.run_dtype == torch.float16 for call in backward)

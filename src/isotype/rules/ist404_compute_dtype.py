@@ -40,7 +40,7 @@ def find(trace: Trace) -> Findings:
         return
     layers, compute = [weight for weight, _ in others], others[0][1].compute
     inside = {weight.module for weight in layers}
-    wide = [c for c in trace.calls if c.module in inside and costs.run_dtype(c) == torch.float32]
+    wide = [c for c in trace.calls if c.module in inside and c.run_dtype == torch.float32]
     narrow = compute == torch.float16 and not trace.setup.scaler
     target, name = dtype_name(wanted), dtype_name(compute or torch.float32)
     # The fix also changes the dtype of the states. Otherwise, IST401 reports them next.

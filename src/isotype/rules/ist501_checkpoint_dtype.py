@@ -76,7 +76,7 @@ def find(trace: Trace) -> Findings:
 def _finding(trace: Trace, weights: list[Weight], named: torch.dtype, loaded: torch.dtype) -> Finding:
     name, wrong = dtype_name(named), dtype_name(loaded)
     extra = extra_bytes(weights, named)
-    wide = [call for call in trace.calls if costs.run_dtype(call) == loaded] if extra else []
+    wide = [call for call in trace.calls if call.run_dtype == loaded] if extra else []
     severity, loss = _LOSSES[named, loaded]
     slowdown = costs.slowdown(trace, wide, named) if wide else None
     cost = Cost(costs.flops_share(trace, wide), memory_bytes=extra, slowdown=slowdown)

@@ -123,7 +123,9 @@ _ATTENTIONS = tuple(
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 )
 
-_ADDED = ("aten.addmm", "aten.addmm_", "aten.baddbmm", "aten.baddbmm_")
+_OVERLOADS = ("", ".out", ".dtype", ".dtype_out")  # torch's formulas of addmm and bmm take no result dtype
+_PRODUCTS = [f"aten.{name}{overload}" for name in ("mm", "bmm") for overload in _OVERLOADS]
+_ADDED = [f"aten.{name}{overload}" for name in ("addmm", "baddbmm") for overload in ("_", *_OVERLOADS)]
 _OURS: dict[str, Callable[[Any, Any], int]] = {
     "aten._grouped_mm": _grouped_mm,
     **dict.fromkeys(_ATTENTIONS, lambda args, _: int(sdpa_flop_count(*_with_all_heads(args[:3])))),  # type: ignore[no-untyped-call]
@@ -131,7 +133,7 @@ _OURS: dict[str, Callable[[Any, Any], int]] = {
     # The query, the sequences' ends, the greatest length.
     VARLEN_ATTENTION: lambda args, _: 2 * _scores(args[0], args[3], args[6]),
     f"{VARLEN_ATTENTION}_backward": lambda args, _: 5 * _scores(args[1], args[6], args[9]),
-    **dict.fromkeys(("aten.mm", "aten.mm.out", "aten.bmm"), _product),
+    **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_ADDED, lambda args, result: _product(args[1:], result)),
     "bitsandbytes.gemm_4bit": _product,
     "bitsandbytes.gemv_4bit": _product,

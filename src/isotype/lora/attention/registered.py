@@ -28,6 +28,7 @@ from isotype.precision.devices.attention import (
 )
 from isotype.precision.devices.cpu import multiplies_by_amx
 from isotype.precision.devices.profile import DeviceProfile
+from isotype.precision.devices.simulated import device_type_of
 
 NAME, REPEATED, LENGTHS = "isotype", "isotype_repeated", "isotype_lengths"
 """Names of isotype's functions in transformers' registries, for `model.set_attn_implementation`."""
@@ -358,8 +359,8 @@ def _why_not_call(
 ) -> str | None:
     q, k, v = inputs
     batch, heads, queries, _ = q.shape
-    if q.device.type != "cpu":
-        return f"the call is on {q.device.type}"
+    if device_type_of(q) != "cpu":
+        return f"the call is on {device_type_of(q) or q.device.type}"
     if torch.compiler.is_compiling():
         return "the call is compiled"
     if is_transformed():

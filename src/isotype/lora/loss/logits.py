@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from isotype.compat.torch import FakeTensor
 from isotype.lora.loops.products import Sum, is_used, write_sums
 from isotype.model.quantized import dense_weight
-from isotype.precision.devices.simulated import gpu_memory, is_on_cpu
+from isotype.precision.devices.simulated import device_type_of, gpu_memory
 
 SCRATCH = 64 << 20
 """Maximum bytes of a chunk's logits on a CPU, or on a GPU whose memory is not known."""
@@ -127,7 +127,7 @@ class Scratch:
         self.call, self.weight, self.bias = call, weight, bias
         vocabulary = weight.shape[0]
         slope = slope and call.softcap is not None
-        on_cpu = is_on_cpu(weight)
+        on_cpu = device_type_of(weight) == "cpu"
         # On other devices a block is a whole chunk, because more kernels would cost more than larger blocks.
         wide = 0 if on_cpu else 4 * (1 + other + slope)
         memory = gpu_memory(weight)

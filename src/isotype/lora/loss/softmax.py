@@ -13,7 +13,7 @@ import torch
 from isotype.compat.torch import FakeTensor, dispatch_depth, needs_operators
 from isotype.lora.loops.loading import NAMES, loops_of
 from isotype.lora.loss.logits import Scratch, scale_and_cap
-from isotype.precision.devices.simulated import is_on_cpu
+from isotype.precision.devices.simulated import device_type_of
 
 _LOOPS = Path(__file__).parents[1] / "loops"
 _loops = cache(partial(loops_of, _LOOPS / "softmax.cpp", _LOOPS / "vectors.h"))
@@ -99,7 +99,7 @@ def softmax(
     write_scaled(e, share[:, None], logits)
     scale = -call.gradient_factor
     target = torch.full_like(exact, scale) if target_slope is None else target_slope * scale
-    if is_on_cpu(logits):  # `scatter_` into 16 bits would allocate a float32 copy of the logits
+    if device_type_of(logits) == "cpu":  # `scatter_` into 16 bits would allocate a float32 copy of the logits
         logits.index_put_((torch.arange(n), targets), target.to(logits.dtype))
     else:
         logits.scatter_(1, at, target[:, None].to(logits.dtype))
@@ -108,7 +108,9 @@ def softmax(
 
 def write_scaled(values: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
     """Write `values * factor` into `out`, which may have another dtype. On a CPU, `values` is overwritten."""
-    if is_on_cpu(out):  # with `out` of another dtype, torch would allocate memory for the product
+    if (
+        device_type_of(out) == "cpu"
+    ):  # with `out` of another dtype, torch would allocate memory for the product
         out.copy_(values.mul_(factor))
     else:
         torch.mul(values, factor, out=out)

@@ -26,7 +26,7 @@ from torch.nn import functional
 from isotype.compat.torch import FakeTensor
 from isotype.core.dtypes import NoAutocast
 from isotype.model.repeated_layers import representing
-from isotype.precision.devices.simulated import is_on_cpu
+from isotype.precision.devices.simulated import device_type_of
 
 _DENSE_BYTES = 1 << 27
 """Maximum bytes of quantized experts' weights that are dense at a time."""
@@ -185,7 +185,7 @@ def _together(spec: Experts, x: torch.Tensor, rows: int, factors: Sequence[torch
         return 1
     stored = max(spec.up.bytes, spec.down.bytes)
     most = max(1, _DENSE_BYTES // stored) if stored else spec.count
-    on_cpu = is_on_cpu(x)
+    on_cpu = device_type_of(x) == "cpu"
     return min(most, max(1, _ROWS * spec.count // max(1, rows))) if on_cpu else most
 
 

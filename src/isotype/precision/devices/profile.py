@@ -41,12 +41,10 @@ class StepRates:
     """Rates of whole training steps on a device.
 
     Attributes:
-        between: the fraction of memory traffic and kernel launches outside of matmuls that remains after kernel fusion.
         launch: host seconds per kernel launch.
         spread: factor by which a step may be faster or slower than the prediction.
     """
 
-    between: float
     launch: float
     spread: float
 

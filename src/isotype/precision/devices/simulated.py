@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from isotype.compat.torch import FakeTensor, FakeTensorMode, in_backward
+from isotype.compat.torch_device import device_type
 from isotype.core.dtypes import HALVES
 from isotype.core.operators import operator_name
 from isotype.precision.devices.profile import DeviceProfile, this_cpu_emulates
@@ -27,22 +28,21 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """The `FakeTensorMode` of fake tensors that simulate one device.
 
     Attributes:
-        is_cpu: whether the simulated device is a CPU; False without a profile.
+        device_type: torch's type of the simulated device, such as "cuda"; "" without a profile.
         gpu_memory: bytes of the simulated GPU's memory; None for a CPU or MPS, or if the size is unknown.
         repeats: identity of a fake weight -> how many equal weights of the model it represents.
-        emulated: 16-bit dtypes for which the simulated CPU has no instructions; empty for other devices.
+        native: dtypes that the simulated device multiplies in hardware; empty without a profile.
         thread: identifier of the only thread that may run operators; None before a trace.
         threaded: the error of the first operator in another thread, which may have ignored the error; None without one.
     """
 
     def __init__(self, profile: DeviceProfile | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        cpu = profile if profile is not None and profile.kind == "cpu" else None
-        self.is_cpu = cpu is not None
-        gpu = profile if profile is not None and profile.kind in ("cuda", "rocm", "xpu") else None
+        self.device_type = "" if profile is None else device_type(profile.kind)
+        gpu = profile if self.device_type in ("cuda", "xpu") else None
         self.repeats: Mapping[int, int] = {}
+        self.native = frozenset[torch.dtype]() if profile is None else profile.native
         self.gpu_memory = None if gpu is None else gpu.memory_bytes
-        self.emulated = frozenset(dtype for dtype in HALVES if cpu and cpu.supports(dtype) != "native")
         self.thread: int | None = None
         self.threaded: OtherThreadError | None = None
 
@@ -54,10 +54,16 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def is_on_cpu(x: torch.Tensor) -> bool:
-    """Return whether a tensor is on a CPU, or a fake tensor simulates a tensor on a CPU."""
+def device_type_of(x: torch.Tensor) -> str:
+    """Return the type of a tensor's device, real or simulated; "" for a fake tensor that simulates no device."""
+    mode = x.fake_mode if isinstance(x, FakeTensor) else None
+    return mode.device_type if isinstance(mode, SimulatedMode) else x.device.type
+
+
+def is_native(x: torch.Tensor) -> bool:
+    """Return whether the simulated device of a fake tensor multiplies in its dtype; True for other tensors."""
     mode = _mode_of(x)
-    return x.device.type == "cpu" if mode is None else mode.is_cpu
+    return mode is None or x.dtype in mode.native
 
 
 def gpu_memory(x: torch.Tensor) -> int | None:
@@ -93,7 +99,9 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
     if x.device.type != "cpu":
         return compute
     mode = _mode_of(x)
-    slow = this_cpu_emulates(compute) if mode is None else compute in mode.emulated
+    if mode is None:
+        return torch.float32 if this_cpu_emulates(compute) else compute
+    slow = mode.device_type == "cpu" and compute in HALVES and compute not in mode.native
     return torch.float32 if slow else compute
 
 

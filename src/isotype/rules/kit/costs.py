@@ -122,17 +122,12 @@ def new_pages(call: Call) -> int:
     return sum(size for size in sizes if size > LARGEST_KEPT) * call.repeats
 
 
-def run_dtype(call: Call) -> torch.dtype | None:
-    """Return the dtype of a matmul-like call; None for other calls."""
-    return call.results[0][0] if call.flops and call.results else None
-
-
 def seconds(call: Call, rates: Mapping[torch.dtype, float], bandwidth: float) -> float:
     """Return the time of all `call.repeats` equal calls by the roofline model, in seconds.
 
     `rates` are in FLOP/s, `bandwidth` is in bytes/s. For a dtype without a rate, only the bytes count.
     """
-    dtype, memory = run_dtype(call), bytes_moved(call) / bandwidth
+    dtype, memory = call.run_dtype, bytes_moved(call) / bandwidth
     rate = None if dtype is None else rates.get(dtype)
     return max(call.flops * call.repeats / rate, memory) if rate else memory
 
@@ -152,7 +147,7 @@ def slowdown(
     rates, bandwidth = trace.setup.profile.peak_flops, trace.setup.profile.memory_bandwidth
     costly = list(costly)
     rated = {None, *rates} if stand_in is None else {None, *FLOATS}
-    if bandwidth is None or wanted not in rates or any(run_dtype(call) not in rated for call in costly):
+    if bandwidth is None or wanted not in rates or any(call.run_dtype not in rated for call in costly):
         return None
     if stand_in is not None and stand_in in rates:
         rates = {**dict.fromkeys(FLOATS, rates[stand_in]), **rates}
@@ -207,9 +202,8 @@ def step_time(trace: Trace) -> StepTime | None:
     seconds, traced, host, moved, launches = 0.0, 0.0, 0.0, 0, 0
     flops: dict[torch.dtype, float] = {}
     for call in trace.calls:
-        traffic, dtype = traffic_of(trace, call), run_dtype(call)
-        unfused = steps.between if steps is not None and fuses(call) else 1.0
-        least = unfused * traffic / bandwidth
+        traffic, dtype = traffic_of(trace, call), call.run_dtype
+        least = traffic / bandwidth
         if dtype is not None:
             count = least_flops(call)
             flops[dtype] = flops.get(dtype, 0) + count
@@ -222,7 +216,7 @@ def step_time(trace: Trace) -> StepTime | None:
         traced += least
         moved += traffic
         launches += call.repeats if traffic else 0
-        host += steps.launch * call.repeats * unfused if steps is not None and traffic else 0
+        host += steps.launch * call.repeats if steps is not None and traffic else 0
     if not seconds:
         return None
     ids = trace.setup.batch.get("input_ids")
@@ -245,15 +239,6 @@ def _folded(trace: Trace) -> float:
     """Return the number of trained elements in all layers, divided by the number in the traced layers."""
     sizes = [(math.prod(weight.shape), weight.repeats) for weight in trace.weights if weight.trainable]
     return sum(size * repeats for size, repeats in sizes) / max(1, sum(size for size, _ in sizes)) or 1.0
-
-
-def fuses(call: Call) -> bool:
-    """Return whether a fused kernel can compute an operator together with its neighbours.
-
-    These are not fused: matmuls, dequantizations, and operators of the optimizer or of other libraries than torch.
-    """
-    dequantizes = any(operand.dtype == torch.int8 for operand in call.operands)
-    return not call.flops and not dequantizes and call.phase != "optimizer" and call.op.startswith("aten.")
 
 
 def least_flops(call: Call) -> float:

@@ -22,7 +22,7 @@ def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Findi
     """Yield findings for matmuls in `dtype` that the device runs slowly or not at all. `other` is the other 16-bit dtype."""
     profile = trace.setup.profile
     support = profile.supports(dtype)
-    calls = [call for call in trace.calls if costs.run_dtype(call) == dtype]
+    calls = [call for call in trace.calls if call.run_dtype == dtype]
     # For a step without a traced matmul, the intended dtype counts.
     meant = not any(trace.flops.values()) and trace.setup.compute == dtype
     targets = _targets(trace, dtype, other)

@@ -19,6 +19,7 @@ from isotype.compat.replaced import Replacements
 from isotype.compat.torch import FakeTensor
 from isotype.compat.torch_device import CALLED_INSIDE, cpu_stands_for, fused_attention, names_of, on_cpu
 from isotype.compat.triton import without_kernels
+from isotype.compat.trl import gpu_head
 from isotype.contracts.contract import are_powers_of_two, autocast_lists
 from isotype.contracts.families import ONLY_POWERS_OF_TWO
 from isotype.core.dtypes import FLOATS, HALVES, dtype_name
@@ -50,6 +51,7 @@ _FROM_LISTS = (torch.tensor, torch.as_tensor)
 _PRODUCTS = frozenset({"mm", "spmm", "matmul", "__matmul__"})
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _PACKED = _RECURRENT | {"_pack_padded_sequence", "_pad_packed_sequence"}
+_GPUS = frozenset({"cuda", "rocm", "xpu"})
 _HALF_TRANSFORMS = frozenset({"cuda", "xpu"})
 """Kinds of devices with float16 Fourier transforms (torch's `promote_type_fft`). "cuda" needs sizes of 2^n."""
 _HALVES = {torch.float32: torch.float16, torch.complex64: torch.complex32}
@@ -98,6 +100,8 @@ class Functions(TorchFunctionMode):
     def __enter__(self) -> Self:
         self._stand_in.enter_context(cpu_stands_for(self._profile))
         self._stand_in.enter_context(without_kernels(self._recorder.launched, FakeTensor))
+        if self._kind in _GPUS:
+            self._stand_in.enter_context(gpu_head(self._recorder.launched, cuda=self._kind != "xpu"))
         self._stand_in.enter_context(replaced := Replacements())
         replaced.wrap(torch.nn.RNNBase, "check_input", self._check_input)
         for name in CALLED_INSIDE:
@@ -203,6 +207,8 @@ class Functions(TorchFunctionMode):
             (args, kwargs), self._refused = with_tensors_in(self._refused, (args, kwargs)), None
         if recorder.function in _PACKED and getattr(args[1], "dtype", None) == torch.int64:
             run = partial(self._of_packed, func)
+        if recorder.function == "dropout" and self._kind in _GPUS:
+            run = partial(_dropout, func)
         with kernel:
             try:
                 return run(*args, **kwargs)
@@ -355,6 +361,14 @@ def _transformed_sizes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def _as_half(leaf: Any) -> Any:
     return leaf.to(_HALVES[leaf.dtype]) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _dropout(dropout: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Call `dropout` as on a GPU (torch's Dropout.cpp), which stores a mask of bytes. A CPU's mask has the input's dtype."""
+    named = {**dict(zip(("input", "p", "training", "inplace"), args, strict=False)), **kwargs}
+    x, p, trains = named["input"], named.get("p", 0.5), named.get("training", named.get("train", True))
+    fused = trains and not named.get("inplace") and 0 < p < 1 and x.numel()
+    return torch.native_dropout(x, p, True)[0] if fused else dropout(*args, **kwargs)
 
 
 def _pack(rows: torch.Tensor, lengths: Sequence[int], batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -440,12 +440,22 @@ class _Step:
                 self.process.update(kernels, named, self.twin, on_cpu=self.setup.profile.kind == "cpu")
             return optimizer
         optimizer.state.update({parameter: states[name] for name, parameter in named if name in states})
+        calls = self.recorder.calls
+        before = len(calls)
         optimizer.step()
         for _, parameter in named:
             surplus = ledger.share * (self.repeats[id(parameter)] - 1)
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor):
                     ledger.add("optimizer", int(surplus * value.untyped_storage().nbytes()))
+        end, share = len(calls), ledger.share
+        if any("._foreach_" in call.op and call.results for call in calls[before:]):
+            # Such kernels allocate a tensor for every parameter at once, also in layers that are not traced.
+            sizes = [(parameter.nbytes, self.repeats[id(parameter)]) for parameter in parameters]
+            ledger.share *= sum(math.prod(size) for size in sizes) / sum(size for size, _ in sizes)
+            optimizer.step()
+            ledger.share = share
+            del calls[end:]
         return optimizer
 
     def _evaluate(self) -> None:
