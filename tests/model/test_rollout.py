@@ -14,6 +14,8 @@ from isotype.model.rollout import rollout
 from isotype.preflight.check import check
 from tests.allocations import peak_of
 from tests.models import tiny_config
+from tests.zoo.processors import tiny_vision_model
+from tests.zoo.vision import MODELS, batch
 
 ROWS, PROMPT, COMPLETION = 8, 40, 40
 WIDE = {
@@ -72,3 +74,16 @@ def test_adapters_do_not_hide_that_generate_keeps_the_last_logits_alone() -> Non
     wide = {"vocab_size": 2048, "num_hidden_layers": 1}
     adapted = peft.get_peft_model(made("LlamaConfig", **wide), peft.LoraConfig(target_modules=["q_proj"]))
     assert foreseen(adapted.eval()) == pytest.approx(foreseen(made("LlamaConfig", **wide)), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_positions_of_a_completion_after_an_image(name: str) -> None:
+    """Qwen-VL derives positions from the image and the mask, for all tokens of the mask, if a forward gets no positions."""
+    model = tiny_vision_model(name).train()
+    inputs = batch(MODELS[name])
+    prompts = {key: value for key, value in inputs.items() if key != "labels"}
+    only: dict[str, Any] = {"optimizer": "sgd", "wiring": False, "verify": False}
+    report = check(model, inputs, device="cpu", evaluation=rollout(prompts, 4), **only)
+    assert report.trace.failure is None
+    assert not report.errors
+    assert "rollout" in report.trace.memory.phases

@@ -23,7 +23,7 @@ def rollout(prompts: Mapping[str, torch.Tensor], completion: int) -> LossOf:
 def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) -> torch.Tensor:
     # PEFT's own forward does not name this argument, but passes it on to the model's.
     takes = inspect.signature(without_peft(model).forward).parameters
-    last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    last: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     output = model(**batch, use_cache=True, **last)
     name = next((name for name in CACHES if getattr(output, name, None) is not None), "")
     cache: Any = getattr(output, name, None) if name else None
@@ -33,7 +33,11 @@ def _generate(model: Any, batch: Mapping[str, torch.Tensor], completion: int) ->
     if hasattr(cache, "layers"):
         ids, mask = batch["input_ids"][:, -1:], batch["attention_mask"][:, :1]
         for tokens in filter(None, (completion - 1, 1)):
-            text = {"input_ids": ids, "attention_mask": mask.repeat(1, cache.get_seq_length() + tokens)}
+            length = cache.get_seq_length() + tokens
+            text = {"input_ids": ids, "attention_mask": mask.repeat(1, length)}
+            # As `generate` does. Else Qwen-VL derives positions for the whole mask.
+            if "position_ids" in takes:
+                text["position_ids"] = torch.full_like(ids[:1], length - 1)
             with _standing_for(tokens, cache):
                 output = model(**text, **{name: cache}, use_cache=True, **last)
     return torch.softmax(output.logits[:, -1].float(), dim=-1)
