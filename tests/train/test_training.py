@@ -28,6 +28,7 @@ from isotype.train import describe, training
 from isotype.train.chat import encode
 from isotype.train.models import check_module_names, processing_class
 from tests.caches import own_cache
+from tests.models import save_tiny, tiny_model
 from tests.pairwise import few
 from tests.parsed import parse_settings
 from tests.train.tiny import rows, save_chat_model, save_rows
@@ -496,6 +497,56 @@ def test_names_that_peft_adds_to_the_targets_are_not_checked() -> None:
     unknown = peft.LoraConfig(r=4, target_modules="all-linear", target_parameters=["gate.weights"])
     with pytest.raises(UsageError, match=r"--lora_target_parameters gate\.weights"):
         check_module_names(network, unknown)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "corrected"),
+    [
+        ("gpt2", "--lora_target_modules q_proj k_proj v_proj o_proj", "--lora_target_modules all-linear"),
+        ("gpt2", "--lora_target_modules q_proj", "--lora_target_modules all-linear"),
+        ("gpt2", "--lora_modules_to_save embed_tokens", "--lora_modules_to_save wte"),
+        (
+            "phi3",
+            "--lora_target_modules q_proj k_proj v_proj o_proj",
+            "--lora_target_modules qkv_proj o_proj",
+        ),
+        ("llama", "--lora_target_modules q_prj v_proj", "--lora_target_modules q_proj v_proj"),
+        (
+            "llama",
+            "--lora_target_modules mlp v_proj",
+            "--lora_target_modules down_proj gate_proj up_proj v_proj",
+        ),
+    ],
+)
+def test_the_corrected_command_names_layers_of_this_model(
+    name: str,
+    words: str,
+    corrected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names of another architecture are not typing errors: `c_proj` is similar to `q_proj`, but another layer."""
+    monkeypatch.setenv("COLUMNS", "2000")
+    model = save_tiny(name, tmp_path / "model")
+    assert main(["check", "sft", "--model_name_or_path", str(model), "--device", "cpu", *words.split()]) == 2
+    line = capsys.readouterr().err.splitlines()[-1].split("--device cpu ")[-1]
+    assert line == corrected
+    assert main(["check", "sft", "--model_name_or_path", str(model), "--device", "cpu", *line.split()]) == 0
+
+
+@pytest.mark.parametrize("target", ["input_layernorm", "act_fn"])
+def test_a_module_without_a_matrix_is_no_target(target: str) -> None:
+    config = peft.LoraConfig(r=4, target_modules=[target, "q_proj"])
+    with pytest.raises(UsageError) as error:
+        check_module_names(tiny_model("llama"), config)
+    (problem,) = error.value.problems
+    assert (problem.given, problem.fix, problem.swap) == (
+        f"--lora_target_modules {target}",
+        "give one of these",
+        None,
+    )
+    assert target not in problem.expected
 
 
 def test_a_preference_run_on_an_adapter_leaves_the_trained_one_alone(model, tmp_path):

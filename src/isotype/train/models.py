@@ -40,6 +40,12 @@ from isotype.train.command.settings import Settings
 from isotype.train.initial_adapter import BOOLEANS, LOFTQ, brings_tokens, is_its_own_reference
 from isotype.train.policy import moments_of_run
 
+_EMBEDDINGS, _HEADS = (
+    ("embed_tokens", "wte", "word_embeddings", "embed_in"),
+    ("lm_head", "embed_out", "output"),
+)
+"""Names of the embedding and of the head in common architectures."""
+
 # Keys of `--model_init_kwargs` about precision: `read_precision_request` reads them, and the policy decides.
 _DECIDED = (
     "dtype", "torch_dtype", "quantization_config", "load_in_4bit", "load_in_8bit", "trust_remote_code",
@@ -195,35 +201,65 @@ def require_plain_head(model: Any, method: Method) -> None:
 
 def check_module_names(model: Any, config: Any) -> None:
     """Raise UsageError if the rank is too large or if a name in the adapter's config fits no module or parameter."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
+    of_other_models = {name for names in DEFAULTS.values() for name in names}
     converted = copy.deepcopy(config)
     with _adapter_arguments(), seen_dense(model):
         convert_peft_config_for_transformers(converted, model, None)  # names of stacked experts change
         parameters = [name for name, _ in model.named_parameters()]
     # For "all-linear", PEFT adds `gate.weight` of a router, and LongCat-Flash has no such parameter.
     checked = config if isinstance(getattr(config, "target_modules", None), str) else converted
-    modules = [name for name, _ in model.named_modules() if name]
-    last = sorted({name.rsplit(".", 1)[-1] for name in modules if not name.rsplit(".", 1)[-1].isdigit()})
-    ends = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters})
+    modules = dict(model.named_modules())
+    # PEFT adapts no containers and no norms.
+    layers = [
+        name for name, module in modules.items() if getattr(getattr(module, "weight", None), "ndim", 0) > 1
+    ]
+    saved = [name for name, module in modules.items() if any(True for _ in module.parameters())]
     problems = []
-    for setting, existing, kind, shown in (
-        ("target_modules", modules, "module", [*last, "all-linear"]),
-        ("modules_to_save", modules, "module", last),
-        ("target_parameters", parameters, "parameter", ends),
+    for setting, existing, known in (
+        ("target_modules", layers, {*_last(layers), "all-linear"}),
+        ("modules_to_save", modules, _last(saved)),
+        ("target_parameters", parameters, _last(parameters, 2)),
     ):
         wanted = getattr(checked, setting, None)
-        for name in sorted(wanted) if isinstance(wanted, (list, tuple, set)) else ():
-            if any(f".{path}".endswith(f".{name}") for path in existing):
-                continue
-            fix = did_you_mean(name, shown, "give one of these", cutoff=0.4)
-            near = get_close_matches(name, shown, 2, 0.8)
-            expected = f"the name of a {kind}: {', '.join(shown)}"
-            swap = ((name,), near) if len(near) == 1 else None
-            problems.append(Problem(f"--lora_{setting} {name}", expected, fix, swap))
+        names = sorted(wanted) if isinstance(wanted, (list, tuple, set)) else []
+        missing = [name for name in names if not any(_is_target(path, [name]) for path in existing)]
+        shown, added = sorted(known - {*names}), set[str]()
+        for name in missing:
+            certain = _same_part(model, name) if setting == "modules_to_save" else []
+            otherwise = ""
+            if setting == "target_modules":
+                certain = sorted(_last(path for path in layers if f".{name}." in f".{path}"))
+                if not certain and any(_is_target(path, [name]) for path in modules):
+                    otherwise = "give one of these"
+                # The names of another architecture's layers are not typing errors.
+                elif not certain and missing == names and (len(names) > 1 or name in of_other_models):
+                    certain = ["all-linear"]
+            near = certain or get_close_matches(name, shown, 2, 0.8)
+            fix = otherwise or did_you_mean(name, shown, "give one of these", cutoff=0.4)
+            new = [word for word in near if word not in added]
+            added.update(near)
+            swap = ((name,), new) if near and not otherwise and (certain or len(near) == 1) else None
+            fix = f"did you mean {' '.join(near)}?" if swap else fix
+            problems.append(Problem(f"--lora_{setting} {name}", f"one of {', '.join(shown)}", fix, swap))
     if problems:
         raise UsageError("no such modules or parameters in the model", problems)
     _check_rank(model, converted)
+
+
+def _last(names: Iterable[str], parts: int = 1) -> set[str]:
+    """Return the last parts of each dotted name, without numbers of layers."""
+    ends = {".".join(name.rsplit(".", parts)[-parts:]) for name in names}
+    return {end for end in ends if end and not end.isdigit()}
+
+
+def _same_part(model: Any, name: str) -> list[str]:
+    """Return the model's name for its embedding or head if other architectures call this part `name`; else []."""
+    part = model.get_input_embeddings() if name in _EMBEDDINGS else None
+    part = model.get_output_embeddings() if name in _HEADS else part
+    return [path.rpartition(".")[2] for path, module in model.named_modules() if module is part][:1]
 
 
 def _check_rank(model: Any, config: Any) -> None:
