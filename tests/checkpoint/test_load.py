@@ -31,7 +31,7 @@ from isotype.model.quantize import quantize_4bit, quantize_int8
 from isotype.model.quantized import row_scales
 from isotype.precision.policy import ModuleException, is_pinned
 from tests.checkpoint.test_gguf import write_gguf
-from tests.models import quiet, tiny_batch, tiny_model
+from tests.models import quiet, save_tiny, tiny_batch, tiny_model
 from tests.pairwise import few, pairwise
 from tests.policy import assert_policy_holds, train
 from tests.refusals import refused
@@ -625,3 +625,32 @@ def test_header_dtypes_of_a_mixed_checkpoint(tmp_path: Path) -> None:
         dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
     assert {dtypes[key] for key in pinned} == {"F32"}
     assert {dtype for key, dtype in dtypes.items() if key not in pinned} == {"BF16"}
+
+
+def _drawn(directory: Path, storage: str, default: torch.dtype) -> dict[str, torch.Tensor]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        asked = None if storage == "int8" else {"double_quant": True}
+        policy = isotype.resolve_precision(
+            directory, "bfloat16", quantization=storage, device="cpu", **(asked or {})
+        )
+        torch.manual_seed(0)
+        model = isotype.add_lora(isotype.load(directory, policy), policy, r=4)
+    finally:
+        torch.set_default_dtype(before)
+    assert_policy_holds(model, policy)
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+@few("storage", ["nf4", "fp4", "int8"], "nf4", "int8")
+def test_the_default_dtype_of_a_script_changes_no_tensor(tmp_path: Path, storage: str) -> None:
+    """Codes, constants, code books and adapters come from the policy, not from `torch.set_default_dtype`."""
+    directory = save_tiny("qwen3-moe", tmp_path / "model", torch.bfloat16)
+    expected = _drawn(directory, storage, torch.float32)
+    for default in (torch.bfloat16, torch.float16):
+        tensors = _drawn(directory, storage, default)
+        assert tensors.keys() == expected.keys()
+        for name, value in tensors.items():
+            assert value.dtype == expected[name].dtype, name
+            assert torch.equal(value, expected[name]), name

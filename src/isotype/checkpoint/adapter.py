@@ -28,6 +28,7 @@ from isotype.compat.peft import kind_of_adapter
 from isotype.core.errors import CheckpointError, Problem, UsageError, one_line
 from isotype.core.formats import FOUR_BITS, MIXED
 from isotype.core.names import base_name, listed, plural, unwrapping
+from isotype.core.threads import undisturbed
 from isotype.model.adapters import add_lora
 from isotype.model.enforce import policy_of
 from isotype.model.finite import require_finite
@@ -394,6 +395,7 @@ def quiet_peft() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------- isotype.load
 
 
+@undisturbed
 def load(
     path: str | Path,
     policy: PrecisionPolicy | None = None,

@@ -85,7 +85,7 @@ class DeferredBlocks:
                 # bitsandbytes' `state_dict`, which PEFT calls, reads the value of a double-quantized weight's offset.
                 state = getattr(module.weight, "quant_state", None)
                 if state is not None and state.nested:
-                    state.offset = torch.zeros(())
+                    state.offset = torch.zeros((), dtype=torch.float32)
         self.blocks = tuple(blocks.values())
         self.other_dtypes = self.stored.in_other_dtypes(filler.quantized)
         return now

@@ -48,6 +48,7 @@ from isotype.core.errors import CheckpointError, PrecisionError
 from isotype.core.formats import QUANTIZATIONS
 from isotype.core.names import listed
 from isotype.core.pretrained import pretrained
+from isotype.core.threads import undisturbed
 from isotype.model.boundary_choice import float32_by_ranges
 from isotype.model.enforce import contradiction, enforce_model
 from isotype.model.experts.quantize import formats_of_stacks
@@ -278,6 +279,7 @@ class StateDictAdapter(Protocol):
         """Convert the module's tensors back into the checkpoint's tensors by name."""
 
 
+@undisturbed
 def load_module(
     model: nn.Module,
     path: Path,

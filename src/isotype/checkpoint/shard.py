@@ -128,7 +128,7 @@ class _Rows:
         """Return the int8 codes of this process's rows, and store the scales of all rows in the layer."""
         rows = parameter.shape[0]
         start, stop = self._own_rows(rows)
-        scales = torch.zeros(rows, device=self.device)
+        scales = torch.zeros(rows, dtype=torch.float32, device=self.device)
         codes, scales[start:stop] = quantize_int8(self._read(name, start, stop, None, replaces_conv1d(layer)))
         layer.state.SCB = self._sum_over_processes(scales)
         return codes
@@ -139,7 +139,7 @@ class _Rows:
         width, size = state.shape[1], state.blocksize
         packed = 2 * parameter.dtype.itemsize  # weights in one element of the storage dtype
         start, stop = (min(row * packed, state.shape.numel()) for row in self._own_rows(parameter.shape[0]))
-        absmax = torch.zeros(math.ceil(state.shape.numel() / size), device=self.device)
+        absmax = torch.zeros(math.ceil(state.shape.numel() / size), dtype=torch.float32, device=self.device)
         codes = torch.empty(0, 1, dtype=torch.uint8, device=self.device)
         if stop > start:
             # Quantize whole blocks around this process's weights, from the rows that hold these blocks.

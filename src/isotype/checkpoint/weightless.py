@@ -17,6 +17,7 @@ from isotype.checkpoint.formats.config import building
 from isotype.checkpoint.formats.config import concrete_class as concrete_class
 from isotype.compat.torch import own_parameters
 from isotype.compat.transformers import class_for_load, own_class_again, pinned, set_attention
+from isotype.core.threads import undisturbed
 from isotype.model.enforce import enforce_model
 from isotype.model.experts.quantize import formats_of_stacks, store_blank
 from isotype.model.quantize import quantize_blank
@@ -25,6 +26,7 @@ from isotype.model.read_weights import unquantizable
 from isotype.precision.policy import PrecisionPolicy, is_pinned
 
 
+@undisturbed
 def skeleton(
     config: Any,
     policy: PrecisionPolicy | torch.dtype,

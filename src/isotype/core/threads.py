@@ -1,9 +1,16 @@
-"""The number of torch's threads on the CPU."""
+"""The number of torch's threads on the CPU, and functions that run in one of Python's threads at a time."""
 
-from collections.abc import Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_BUILDING = threading.RLock()
 
 SMALL = 1 << 22
 """Number of elements up to which a tensor is read on one thread."""
@@ -18,3 +25,23 @@ def one_thread(small: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def undisturbed(function: Callable[P, T]) -> Callable[P, T]:
+    """Run `function`, which builds a model, in one thread at a time, and with float32 as torch's default dtype.
+
+    While transformers builds a model, it changes the default dtype and functions of its classes for all threads. In the
+    default dtype, PEFT draws weights, and bitsandbytes creates its code books.
+    """
+
+    @functools.wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _BUILDING:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float32)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                torch.set_default_dtype(before)
+
+    return alone

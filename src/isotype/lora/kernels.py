@@ -202,7 +202,7 @@ def _try_product(functions: Any, device: torch.device, dtype: torch.dtype, _: st
     # Rounding the result to the factors' 16 bits would give a hundred times the error of float32 sums.
     left, right = (matrix.t() for matrix in _numbers(2, device, dtype, 65, 33))
     exact = left.cpu().double() @ right.cpu().double().t()
-    out = torch.empty(exact.shape, device=device)
+    out = torch.empty(exact.shape, dtype=torch.float32, device=device)
     functions.write(out, left, right.t(), 0.3)
     written = out.clone()
     functions.write(out, left, right.t(), 0.3, add=True)

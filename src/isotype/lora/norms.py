@@ -49,7 +49,7 @@ def norm_parts(module: Any) -> NormParts | None:
     if weight.is_meta or is_sharded(weight):  # random numbers replace the weight
         weight = torch.rand(weight.shape, dtype=weight.dtype, generator=generator)
         module = sharing(module, {"weight": nn.Parameter(weight, requires_grad=False)})
-    x = torch.randn(3, weight.shape[0], generator=generator)
+    x = torch.randn(3, weight.shape[0], generator=generator, dtype=torch.float32)
     output = result_of(module, x.to(weight.device))
     normed = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     for offset in (0.0, 1.0):

@@ -17,6 +17,7 @@ from isotype.compat.transformers import rename
 from isotype.core.arguments import wrong_choice
 from isotype.core.errors import PrecisionError, UsageError
 from isotype.core.names import base_name, listed
+from isotype.core.threads import undisturbed
 from isotype.model.boundary import original_class
 from isotype.model.enforce import enforce_model, policy_of
 from isotype.model.experts.stack import seen_dense
@@ -35,6 +36,7 @@ from isotype.model.walk import is_tuner_layer, places
 from isotype.precision.policy import PrecisionPolicy
 
 
+@undisturbed
 def add_lora(
     model: Any,
     policy: PrecisionPolicy,

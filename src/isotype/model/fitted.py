@@ -20,7 +20,7 @@ _PIECE = 1 << 18
 """Number of elements that are processed at once: few enough for the caches in float32."""
 _LEAST = 1e-38
 _HALF_RANGE = 32767
-_MIDDLE = torch.tensor(_HALF_RANGE + 0.5)  # makes the conversion to int round to nearest
+_MIDDLE = torch.tensor(_HALF_RANGE + 0.5, dtype=torch.float32)  # makes the conversion to int round to nearest
 
 
 def fitted_codes(
@@ -34,7 +34,7 @@ def fitted_codes(
     """
     count = math.ceil(flat.numel() / blocksize)
     codes = torch.empty(count * blocksize, dtype=torch.uint8, device=flat.device)
-    constants = torch.empty(count, device=flat.device)
+    constants = torch.empty(count, dtype=torch.float32, device=flat.device)
     _, codes_of = _cells(form, flat.device)
     for begin, values, weights in _blocks(flat, blocksize, moments, first):
         part = _constants(values, weights, form)
@@ -125,6 +125,6 @@ def _cells(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
     from bitsandbytes.functional import get_4bit_type
 
     values, codes = get_4bit_type(name, device=device).sort()
-    cells = torch.arange(2 * _HALF_RANGE + 1, device=device) / _HALF_RANGE - 1
+    cells = torch.arange(2 * _HALF_RANGE + 1, dtype=torch.float32, device=device) / _HALF_RANGE - 1
     nearest = torch.bucketize(cells, (values[:-1] + values[1:]) / 2)
     return values[nearest], codes.to(torch.uint8)[nearest]

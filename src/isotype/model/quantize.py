@@ -24,7 +24,7 @@ _UNDECIDED = 0x80
 _ANY_UNDECIDED = -0x7F7F7F7F7F7F7F80  # the same bit in each byte of an int64
 _HALF_RANGE = 32767
 _CELLS = 1 << 16
-_MIDDLE = torch.tensor(32768.0)
+_MIDDLE = torch.tensor(32768.0, dtype=torch.float32)
 _LEAST = 1e-38  # bitsandbytes' smallest divisor; a block of zeros has a smaller absmax
 
 
@@ -106,7 +106,7 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weight = weight.detach()
     rows, columns = weight.shape
     codes = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(rows, device=weight.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=weight.device)
     step = max(1, _PIECE // max(1, columns))
     for begin in range(0, rows if columns else 0, step):
         part = slice(begin, begin + step)
@@ -132,10 +132,10 @@ def _codes_4bit(flat: torch.Tensor, form: str, blocksize: int) -> tuple[torch.Te
     total = flat.numel()
     whole = total - total % blocksize
     codes = torch.empty((total + 1) // 2, dtype=torch.uint8)
-    absmax = torch.empty(-(-total // blocksize))
+    absmax = torch.empty(-(-total // blocksize), dtype=torch.float32)
     table = _format(form)
     step = _PIECE - _PIECE % blocksize
-    work = torch.empty(3, min(step, whole))
+    work = torch.empty(3, min(step, whole), dtype=torch.float32)
     for begin in range(0, whole, step):
         end = min(begin + step, whole)
         blocks = slice(begin // blocksize, end // blocksize)

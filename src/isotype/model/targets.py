@@ -238,7 +238,7 @@ def _of_other_shape(base: Any) -> Iterator[tuple[str, str]]:
         if module.weight.itemsize == 1 or _routes(base, name):  # float8 kernels do not run on meta
             continue
         weights = {key: p.to("meta", torch.float32) for key, p in module.named_parameters(recurse=False)}
-        x = torch.empty(1, module.in_features, device="meta")
+        x = torch.empty(1, module.in_features, dtype=torch.float32, device="meta")
         result = result_of(partial(cls.forward, sharing(module, weights)), x)
         if getattr(result, "shape", None) != (1, module.out_features):
             yield name, f"{cls.__name__} has other shapes than a linear layer, so PEFT's forward would fail"

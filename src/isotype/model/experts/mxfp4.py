@@ -8,7 +8,7 @@ import torch
 
 from isotype.core.operators import operator
 
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32)
 E2M1 = torch.cat([_E2M1, -_E2M1])
 """The value of each code, float32 `[16]`."""
 

@@ -65,6 +65,7 @@ def blank_stack(
     """Return (codes on the meta device, parametrization) of a stacked weight. `quantize_parts` describes the arguments."""
     form = FORMATS[storage]
     experts, rows, columns = shape
+    options: Any = {"dtype": torch.float32, "device": device}
     if storage == MXFP4:
         rows, columns = (columns, rows) if transposed else (rows, columns)
         sizes = (experts, rows, columns // form.block, form.block // 2)
@@ -72,7 +73,7 @@ def blank_stack(
         constants = {"scales": torch.empty(codes.shape[:-1], dtype=torch.uint8, device=device)}
     elif storage == "int8":
         codes = torch.empty(shape, dtype=torch.int8, device=device)
-        scales = torch.empty((experts, 1, columns) if transposed else (experts, rows, 1), device=device)
+        scales = torch.empty((experts, 1, columns) if transposed else (experts, rows, 1), **options)
         constants = {"scales": scales}
     else:
         from bitsandbytes.functional import get_4bit_type
@@ -80,12 +81,12 @@ def blank_stack(
         codes = torch.empty(experts, rows * columns // 2, dtype=torch.uint8, device=device)
         blocks = rows * columns // form.block
         table = get_4bit_type(form.code, device="cpu").to(device)
-        constants = {"absmax": torch.empty(experts, blocks, device=device), "code": table}
+        constants = {"absmax": torch.empty(experts, blocks, **options), "code": table}
         if double_quant:
             constants["absmax"] = constants["absmax"].to(torch.uint8)
-            constants["nested_absmax"] = torch.empty(-(-experts * blocks // NESTED), device=device)
-            constants["nested_code"] = torch.empty(256, device=device)
-            constants["offset"] = torch.empty((), device=device)
+            constants["nested_absmax"] = torch.empty(-(-experts * blocks // NESTED), **options)
+            constants["nested_code"] = torch.empty(256, **options)
+            constants["offset"] = torch.empty((), **options)
     return codes, QuantizedStack(
         storage, shape, dtype, constants, blocksize=form.block, transposed=transposed
     )

@@ -103,7 +103,9 @@ class QuantizedStack(UncastBuffers):
         state = self._state_of(self.shape, constants.absmax.reshape(-1))
         if self.nested:
             # bitsandbytes saves the value of the offset. A meta tensor has none.
-            state.offset = torch.zeros(()) if constants.offset.is_meta else constants.offset
+            state.offset = (
+                torch.zeros((), dtype=torch.float32) if constants.offset.is_meta else constants.offset
+            )
             state.state2, state.nested = self._nested_state(0, None), True
         return state
 
