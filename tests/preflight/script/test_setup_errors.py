@@ -421,6 +421,20 @@ def test_the_fused_layer_of_an_evaluation_gets_one_dtype() -> None:
         torch.backends.mha.set_fastpath_enabled(True)
 
 
+def test_states_of_4_bit_layers_are_saved_but_not_loaded() -> None:
+    """bitsandbytes-foundation/bitsandbytes #1946; weights in float can be loaded before the move."""
+    bnb = pytest.importorskip("bitsandbytes")
+    saved, here = (nn.Sequential(bnb.nn.Linear4bit(64, 64, quant_type="nf4")) for _ in range(2))
+    here.load_state_dict(saved.state_dict())
+    cause, how = _explanation(lambda _: here.to("cpu").load_state_dict(saved.to("cpu").state_dict())) or (
+        "",
+        "",
+    )
+    assert torch.equal(here[0].weight, saved[0].weight)
+    assert "load_state_dict does not read them" in cause
+    assert "before .to(device) quantizes them" in how
+
+
 @pytest.mark.parametrize("device", ["t4", "a770"])
 def test_a_float64_tensor_can_go_to_other_gpus(device: str) -> None:
     profile = device_profile(device)
