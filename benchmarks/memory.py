@@ -24,6 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -154,8 +155,8 @@ def foresee_folded(case: Case, model: Any, policy: PrecisionPolicy, batch: Any, 
     """Bytes that a check foresees without weights, of equal layers once."""
     # Of a model that is fused already, the config names isotype's attention.
     config = type(model.config).from_dict(model.config.to_dict())
-    settings = {"r": 8, "target_modules": "all-linear"} if case.lora else None
-    blank: Any = weightless_model(config, policy, lora=settings, fold=True)
+    lora = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if case.lora else None
+    blank: Any = weightless_model(config, policy, lora=lora, fold=True)
     blank.config.use_cache = False
     if case.checkpointing:
         checkpoint_gradients(blank, CHECKPOINTING, adapters=case.lora)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 from torch import distributed
@@ -120,9 +121,8 @@ def policy_of(path: Path, case: Case) -> Any:
 def foreseen(path: Path, case: Case, processes: int, fold: bool = False) -> Any:
     """The report on a step of a case, from the config alone."""
     policy = policy_of(path, case)
-    model = weightless_model(
-        open_model(path).model_config, policy, lora=LORA if case.lora else None, fold=fold
-    )
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", **LORA) if case.lora else None
+    model = weightless_model(open_model(path).model_config, policy, lora=lora, fold=fold)
     _prepare(model, case)
     return isotype.check(
         model,

@@ -83,6 +83,7 @@ def memory(options: Options, name: str) -> Iterator[Row]:
 
 def foreseen(options: Options, row: Row) -> int:
     """Bytes at the peak of a step as one of part 4's."""
+    import peft
     import torch
     import transformers
 
@@ -94,7 +95,9 @@ def foreseen(options: Options, row: Row) -> int:
     quantization = None if row["storage"] == "none" else row["storage"]
     policy = isotype.resolve_precision(source, "bfloat16", quantization, device=options.device)
     config = transformers.AutoConfig.from_pretrained(source)
-    lora = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
+    lora = peft.LoraConfig(
+        r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     model: Any = weightless_model(config, policy, lora=lora, fold=True)
     model.config.use_cache = False
     if row["checkpointing"]:

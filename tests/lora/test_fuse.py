@@ -596,7 +596,7 @@ def test_layers_without_weights_that_stay_as_they_are_are_run_past(
         ({"target_modules": ["gate_proj"]}, "gate_proj without also targeting up_proj"),
         (
             {"target_parameters": ["experts.gate_up"]},
-            "--lora_target_parameters experts.gate_up\n    expected  the name of a parameter: ",
+            "--lora_target_parameters experts.gate_up\n    expected  one of embed_tokens.weight, experts.down_proj, ",
         ),
     ],
 )
