@@ -93,21 +93,17 @@ class Kernel:
 def kernel_of(operation: Operation, *tensors: torch.Tensor, detail: str = "") -> Any | None:
     """Return the functions of the GPU kernel for these tensors; None for torch's operators. `detail`: the activation."""
     first = tensors[0]
-    if (
-        device_type_of(first) not in DEVICES
-        or first.dtype not in COMPUTE_DTYPES
-        or torch.compiler.is_compiling()
-    ):
+    if device_type_of(first) not in DEVICES or first.dtype not in COMPUTE_DTYPES:
         return None
-    if any(x.device != first.device for x in tensors):
+    if torch.compiler.is_compiling() or any(x.device != first.device for x in tensors):
         return None
     if all(type(x) in PLAIN for x in tensors):
         return chosen(operation, first.device, first.dtype, detail).functions
     # Fake tensors have no values for a trial, and other subclasses have their own semantics.
-    fakes = all(isinstance(x, FakeTensor) for x in tensors) and (
-        operation != "float32_product" or is_native(first)
-    )
-    return foreseen(operation).functions if fakes else None
+    fakes = all(isinstance(x, FakeTensor) for x in tensors)
+    if not fakes or (operation == "float32_product" and not is_native(first)):
+        return None
+    return foreseen(operation).functions
 
 
 @cache

@@ -108,9 +108,8 @@ def softmax(
 
 def write_scaled(values: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
     """Write `values * factor` into `out`, which may have another dtype. On a CPU, `values` is overwritten."""
-    if (
-        device_type_of(out) == "cpu"
-    ):  # with `out` of another dtype, torch would allocate memory for the product
+    # On a CPU, torch would allocate memory for the product if `out` has another dtype.
+    if device_type_of(out) == "cpu":
         out.copy_(values.mul_(factor))
     else:
         torch.mul(values, factor, out=out)

@@ -122,9 +122,8 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     # The constructors would refuse `bf16` on some machines, and `load_in_8bit` together with `load_in_4bit`.
     # `read_precision_request` checks all arguments about precision together.
     values |= {"bf16": False, "fp16": False, "load_in_8bit": False}
-    if (
-        find_spec("deepspeed") is None
-    ):  # a check needs no DeepSpeed; `machine_problems` refuses a training without it
+    # A check needs no DeepSpeed; `machine_problems` refuses a training without it.
+    if find_spec("deepspeed") is None:
         values.pop("deepspeed", None)
     # On a machine without an accelerator, accelerate connects processes only with `use_cpu`.
     on_cpu = values.get("use_cpu") or (processes() > 1 and not torch.accelerator.is_available())
