@@ -1534,6 +1534,30 @@ other.{method}(ids)
     assert "head.weight is float32, created at train.py" in err
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static", "encoder-decoder"])
+def test_a_trace_has_the_cache_from_before_the_failed_forward(cache: str, runs: Runs) -> None:
+    """unslothai/unsloth #3043: the keys of a failed forward stay in the cache of its first layer."""
+    status, _, err = runs(f"""
+import transformers
+sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+if "{cache}" == "encoder-decoder":
+    config = transformers.BartConfig(vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, pad_token_id=0,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32)
+    model, arguments = transformers.BartForConditionalGeneration(config), {{}}
+    layer = model.model.decoder.layers[0].self_attn.k_proj
+else:
+    config = transformers.Gemma3TextConfig(**sizes, num_key_value_heads=2, head_dim=16, sliding_window=8, pad_token_id=0)
+    model, arguments = transformers.Gemma3ForCausalLM(config), {{"cache_implementation": "{cache}"}}
+    layer = model.model.layers[0].self_attn.k_norm
+model = model.to(torch.bfloat16).eval()
+layer.register_forward_hook(lambda module, args, out: out.float())
+model.generate(torch.ones(1, 12, dtype=torch.long), max_new_tokens=2, **arguments)
+""")
+    keys = "[1, 2, 1, 16]" if cache == "encoder-decoder" else "[1, 2, 12, 16]"
+    assert (status, "error[IST104]" in err, "IST199" in err) == (1, True, False)
+    assert f"|   [1]  float32    {keys}" in err
+
+
 @pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_scaler_of_accelerates_optimizer_is_used_whatever_the_script_does(

@@ -1,5 +1,6 @@
 """Examines the forwards of a running script: input names, training or not, and stale casts or copies of weights."""
 
+import copy
 import inspect
 import re
 from collections import Counter
@@ -19,6 +20,7 @@ from isotype.compat.torch import UncompiledMode, has_compiler, put_under, run_in
 from isotype.core.dtypes import HALVES
 from isotype.core.operators import ADDS_IN_PLACE, operator_name, tensors_of
 from isotype.core.source import asking_line, is_called_by, shown
+from isotype.model.walk import derives_from
 from isotype.records.trace import COPY_OF_WEIGHT, MERGED_WEIGHT, Call, Operand, Origin
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -66,6 +68,23 @@ def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         else:
             named[name] = value
     return named
+
+
+def with_present_caches(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs whose caches (transformers' `Cache`) are shallow copies, because the forward changes the originals."""
+    return {name: _present(value) for name, value in inputs.items()}
+
+
+def _present(value: Any) -> Any:
+    if not derives_from(type(value), "Cache"):
+        return value
+    present = copy.copy(value)
+    for name, content in vars(value).items():
+        if name == "layers":
+            present.layers = [copy.copy(layer) for layer in content]
+        elif name.endswith("_attention_cache"):
+            setattr(present, name, _present(content))
+    return present
 
 
 class StaleCasts:
