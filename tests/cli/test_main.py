@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import signal
 import sys
 import warnings
@@ -378,3 +379,17 @@ def _lacking(command: str) -> str:
         f"error: isotype {command} needs libraries that are not installed - no module named psutil expected the libraries of "
         f"isotype[train]; missing: trl<1.17,>=1.16, psutil>=5.9.4 fix pip install 'isotype[train]'{more}"
     )
+
+
+def test_a_tried_correction_prints_nothing(monkeypatch, capsys, recwarn):
+    def noisy(line: list[str]) -> None:
+        warnings.warn("deprecated", FutureWarning, stacklevel=1)
+        logging.getLogger("bitsandbytes").warning("a kernel is missing")
+
+    monkeypatch.setattr(cli, "_parsed", noisy)
+    assert main(["chek", "chat"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.partition(":")[0], len(recwarn)) == ("", "error", 0)
+    assert "a kernel is missing" not in err
+    assert "    isotype check chat" in err
+    assert logging.root.manager.disable == logging.NOTSET

@@ -204,7 +204,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage bfloat16 with every weight trainable and float32 masters",
                 "the masters' dtype: the weights are the masters",
-                "set no storage dtype, or train adapters (trainable='lora')",
+                "set no storage dtype, or train adapters (--use_peft True, or trainable='lora' in Python)",
             ),
         ),
     ],
@@ -223,7 +223,7 @@ def test_every_conflict_at_once_with_the_nearest_policy_that_works():
         "3 conflicts in the requested precision\n"
         "  - every weight trainable, but the weights are stored in int8\n"
         "    expected  float weights: quantized weights have no gradient\n"
-        "    fix       train adapters (trainable='lora'), or leave the quantization out\n"
+        "    fix       train adapters (--use_peft True, or trainable='lora' in Python), or leave the quantization out\n"
         "  - quantization int8, but llama-nf4 is saved in nf4\n"
         "    expected  nf4, or an unquantized checkpoint\n"
         "    fix       leave the quantization out (the checkpoint's nf4 is kept) or give the 16-bit original\n"

@@ -8,7 +8,9 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -105,10 +107,12 @@ def _report(error: Exception, arguments: list[str]) -> int:
         return CRASHED
     line, left = None, list(known.problems)
     if "RANK" not in os.environ:  # `arguments` lack the launcher's words
-        logger = logging.getLogger("isotype.train.dialects")
-        logger.disabled = True  # the notes about a file are printed already
-        line, left = corrected(arguments, known.problems, _parsed)
-        logger.disabled = False
+        with ExitStack() as silent, warnings.catch_warnings():
+            # Notes about a file are printed already, and other messages are about a command that was not typed.
+            silent.callback(logging.disable, logging.root.manager.disable)
+            logging.disable()
+            warnings.simplefilter("ignore")
+            line, left = corrected(arguments, known.problems, _parsed)
     hint = known.hint if line is None else None
     problems = dict.fromkeys((*known.problems, *left))
     print_error(console_of_failure(), str(IsotypeError(known.headline, [*problems], hint)))

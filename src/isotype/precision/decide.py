@@ -17,6 +17,7 @@ from isotype.precision.policy import LayerStorage, PrecisionPolicy
 from isotype.precision.ranges import Ranges
 
 TRAINABLE = ("lora", "full")
+_TRAIN_ADAPTERS = "train adapters (--use_peft True, or trainable='lora' in Python)"
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class _Draft:
         if self.request.trainable == "full" and (requested or saved in QUANTIZATIONS):
             what = f"every weight trainable, but the weights are stored in {requested or saved}"
             expected = "float weights: quantized weights have no gradient"
-            self._refuse(what, expected, "train adapters (trainable='lora'), or leave the quantization out")
+            self._refuse(what, expected, f"{_TRAIN_ADAPTERS}, or leave the quantization out")
         if saved in QUANTIZATIONS:
             if requested not in (None, saved):
                 what = f"quantization {requested}, but {self.facts.source} is saved in {saved}"
@@ -260,7 +261,7 @@ class _Draft:
         if self.request.trainable == "full" and storage != master:
             what = f"storage {name} with every weight trainable and {dtype_name(master)} masters"
             expected = "the masters' dtype: the weights are the masters"
-            self._refuse(what, expected, "set no storage dtype, or train adapters (trainable='lora')")
+            self._refuse(what, expected, f"set no storage dtype, or {_TRAIN_ADAPTERS}")
         elif compute == torch.float32 != storage:
             what, fix = f"storage {name} with compute float32", f"set no storage dtype, or compute in {name}"
             self._refuse(what, "storage float32, because autocast does not cast weights to float32", fix)
