@@ -46,7 +46,7 @@ from isotype.rules import (
     judge,
 )
 from isotype.rules.kit.groups import code_of
-from isotype.trace.live.forward import Beginning, named_inputs, trains
+from isotype.trace.live.forward import beginning_of, trains
 from isotype.trace.live.watch import Watch
 
 AGAIN_SECONDS = 60.0
@@ -319,9 +319,7 @@ class Crash:
             model, method, (args, kwargs) = unwrapped(called[0]), called[1], called[2:]
             if uncopied(model) or next(model.parameters(), None) is None or not (phase or trains(model)):
                 continue
-            request = self.request_of(
-                Beginning(model, named_inputs(model, args, kwargs), args, kwargs), *phase
-            )
+            request = self.request_of(beginning_of(model, args, kwargs), *phase)
             if method:
                 request = replace(request, inputs=LossOf(partial(_result, method), kwargs))
             on = autocast is not False

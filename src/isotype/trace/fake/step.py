@@ -448,11 +448,12 @@ class _Step:
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor):
                     ledger.add("optimizer", int(surplus * value.untyped_storage().nbytes()))
-        end, share = len(calls), ledger.share
-        if any("._foreach_" in call.op and call.results for call in calls[before:]):
+        sizes = [(parameter.nbytes, self.repeats[id(parameter)]) for parameter in parameters]
+        whole, traced = sum(map(math.prod, sizes)), sum(size for size, _ in sizes)
+        if whole > traced and any("._foreach_" in call.op and call.results for call in calls[before:]):
             # Such kernels allocate a tensor for every parameter at once, also in layers that are not traced.
-            sizes = [(parameter.nbytes, self.repeats[id(parameter)]) for parameter in parameters]
-            ledger.share *= sum(math.prod(size) for size in sizes) / sum(size for size, _ in sizes)
+            end, share = len(calls), ledger.share
+            ledger.share *= whole / traced
             optimizer.step()
             ledger.share = share
             del calls[end:]

@@ -70,9 +70,10 @@ def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     return named
 
 
-def with_present_caches(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return inputs whose caches (transformers' `Cache`) are shallow copies, because the forward changes the originals."""
-    return {name: _present(value) for name, value in inputs.items()}
+def beginning_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Beginning:
+    """Describe a forward. Caches (transformers' `Cache`) are shallow copies, because the forward changes the originals."""
+    inputs = {name: _present(value) for name, value in named_inputs(module, args, kwargs).items()}
+    return Beginning(module, inputs, args, kwargs)
 
 
 def _present(value: Any) -> Any:

@@ -43,14 +43,7 @@ from isotype.model.recompute import idle_checkpoints
 from isotype.records.memory import Phase
 from isotype.records.request import Setup
 from isotype.records.trace import Call, Failure, Origin, Trace
-from isotype.trace.live.forward import (
-    Beginning,
-    autocast_of,
-    is_lazy,
-    named_inputs,
-    trains,
-    with_present_caches,
-)
+from isotype.trace.live.forward import Beginning, autocast_of, beginning_of, is_lazy, named_inputs, trains
 from isotype.trace.live.gradients import (
     LastStep,
     Sample,
@@ -287,8 +280,7 @@ class Watch:
 
     def _beginning(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Beginning:
         self._model, self._mine = weakref.ref(module), (os.getpid(), threading.get_ident())
-        inputs = with_present_caches(named_inputs(module, args, kwargs))
-        return Beginning(module, inputs, args, kwargs)
+        return beginning_of(module, args, kwargs)
 
     def _record(self, recorder: LiveRecorder, phase: Phase) -> None:
         self.recorder = recorder
