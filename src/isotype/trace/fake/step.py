@@ -66,7 +66,7 @@ from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.sharded import ProcessMemory
 from isotype.trace.fake.state_snapshot import Untouched
 from isotype.trace.fake.twin import fake_inputs, fake_mode, restore_sharded, twin_of
-from isotype.trace.fake.values import LIMIT
+from isotype.trace.fake.values import known_values
 from isotype.trace.script import dtype_reasons, misspelt_arguments
 from isotype.trace.sides import sides_of
 from isotype.trace.weights import memory_kind, packed_bytes, state_tensors, tensors_and_weights, weights_of
@@ -168,8 +168,8 @@ class _Step:
         self.inputs = fake_inputs(named_inputs(request.inputs), self.mode)
         self.evaluated = fake_inputs(named_inputs(request.evaluation or {}), self.mode)
         # The values are copied outside of the modes: inside of a mode the copies would be fakes.
-        self.known = _values(named_inputs(request.inputs))
-        self.known_of_evaluation = _values(named_inputs(request.evaluation or {}))
+        self.known = known_values(_named(named_inputs(request.inputs)))
+        self.known_of_evaluation = known_values(_named(named_inputs(request.evaluation or {})))
         self.notes: list[str] = []
         self.untraced: dict[str, str] = {DEEPSPEED: UNSHARDED} if setup.deepspeed else {}
         self.packed: dict[str, int] = {}  # bytes of each weight of torchao or quanto
@@ -491,16 +491,3 @@ class _Step:
 def _named(inputs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in inputs.items():
         yield from named_tensors(value, name)
-
-
-def _values(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the inputs whose values the traced code may read: small inputs, all integers, and tiled images."""
-    return {
-        name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
-        for name, value in _named(inputs)
-        if not value.is_meta
-        and not isinstance(value, FakeTensor)
-        and value.layout is torch.strided
-        # Missing tiles of images `[rows, tiles, channels, height, width]` are zeros.
-        and (value.numel() <= LIMIT or value.dim() > 4 or not value.is_floating_point())
-    }

@@ -6,7 +6,7 @@ dtypes of a step do not depend on them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -282,6 +282,19 @@ class Values:
 
 def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def known_values(inputs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the inputs whose values the traced code may read: small inputs, all integers, and tiled images."""
+    return {
+        name: value.detach().cpu().clone() if value.numel() <= LIMIT else value.detach().cpu()
+        for name, value in inputs
+        if not value.is_meta
+        and not isinstance(value, FakeTensor)
+        and value.layout is torch.strided
+        # Missing tiles of images `[rows, tiles, channels, height, width]` are zeros.
+        and (value.numel() <= LIMIT or value.dim() > 4 or not value.is_floating_point())
+    }
 
 
 @cache
