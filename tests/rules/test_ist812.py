@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from isotype.precision.devices import attention
 from isotype.records.trace import Trace
 from tests.models import tiny_batch
-from tests.rules.traces import found, llama, on, traced
+from tests.rules.traces import BF16, FP32, found, llama, on, traced
 
 RULE = "ist812_cudnn_nan"
 
@@ -28,10 +31,49 @@ def trace() -> Trace:
 
 @pytest.fixture(autouse=True)
 def _torch_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged = attention.may_return_nan
-    monkeypatch.setattr(
-        f"isotype.rules.{RULE}.may_return_nan", lambda profile, call: judged(profile, call, (2, 13))
-    )
+    _release(monkeypatch, (2, 13))
+
+
+def _release(monkeypatch: pytest.MonkeyPatch, release: tuple[int, int]) -> None:
+    for name in ("may_return_nan", "misreads_masks"):
+        judge = functools.partial(getattr(attention, name), release=release)
+        monkeypatch.setattr(f"isotype.rules.{RULE}.{name}", judge)
+
+
+class Biased(nn.Module):
+    """Attention in bfloat16 with a bias of another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.project = nn.Linear(64, 64, dtype=BF16)
+        self.register_buffer("bias", torch.zeros(32, 32, dtype=dtype))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        heads = self.project(states).view(2, 32, 4, 16).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, self.bias)
+
+
+@pytest.fixture(scope="module")
+def biased() -> Trace:
+    return traced(Biased(FP32), {"states": torch.zeros(2, 32, 64, dtype=BF16)})
+
+
+@pytest.mark.parametrize("device", ["h100", "b200"])
+def test_a_float32_mask(biased: Trace, device: str) -> None:
+    (finding,) = [one for one in found(RULE, on(biased, device)) if one.severity == "error"]
+    assert finding.message == "cuDNN's attention reads a float32 mask as bfloat16: its outputs are wrong"
+    assert finding.phase == "forward"
+    assert finding.cause == "the buffer bias is float32"
+    assert [fix.description for fix in finding.fixes] == ["cast the mask to bfloat16, or use torch 2.14"]
+
+
+def test_masks_that_are_read_correctly(biased: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = {"states": torch.zeros(2, 32, 64, dtype=BF16)}
+    narrow = on(traced(Biased(BF16), inputs), "h100")
+    assert [one.severity for one in found(RULE, narrow)] == ["note"]
+    assert found(RULE, on(biased, "a100")) == []
+    _release(monkeypatch, (2, 14))
+    assert [one.severity for one in found(RULE, on(biased, "h100"))] == ["note"]
 
 
 @pytest.mark.parametrize("device", ["h100", "h200"])

@@ -237,7 +237,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(_ops("_weight_norm_interface"), _SCALAR_TYPE),
     # A mask of another dtype. On fake tensors, `scaled_dot_product_attention` calls the CPU's kernel, which converts
     # the mask. A GPU's memory-efficient kernel raises an error. On capabilities 9 and 10, cuDNN's kernel comes first
-    # and accepts the mask. Below 8.0, bfloat16 has no fused kernel. ROCm uses the math kernel.
+    # and accepts the mask (rule IST812 reports what it computes). Below 8.0, bfloat16 has no fused kernel. ROCm uses the math kernel.
     Family(_FLASH_FOR_CPU, MASK_DTYPE, devices=_NVIDIA, majors=frozenset({8, 11, 12})),
     Family(_FLASH_FOR_CPU, MASK_DTYPE, devices=_NVIDIA, majors=_BELOW_8, matches="[fh]"),
     Family(_EFFICIENT, alike=(0, 1, 2), only="fbh", refusal=_EFFICIENT_DTYPES, devices=_CUDA),

@@ -1,6 +1,8 @@
-"""cuDNN kernels that may return NaN
+"""cuDNN kernels that may return NaN or wrong values
 
-**What it means.** On Hopper (H100, H200), attention with a mask runs in cuDNN's kernel. In torch 2.11 to 2.14, the
+**What it means.** On H100, H200 and B200, cuDNN's kernel computes attention with a mask. Up to torch 2.13, the kernel
+reads a float32 mask of 16-bit queries as if it were 16-bit: its outputs are wrong or NaN, and no error is raised. On
+Hopper (H100, H200), there is a second error. In torch 2.11 to 2.14, the
 backward of this kernel may return NaN as the gradient of the queries. NaN occurs if the number of keys is a multiple of
 128 plus 64, and if all scores of a row are below -88, as in heads of Qwen2.5 that attend to a single token. On GTX 16 cards (GTX 1650, GTX 1660), float16 convolutions of images
 may return NaN.
@@ -20,20 +22,31 @@ float32. The reason for NaN from convolutions is not known; the reports have tor
 
     torch.backends.cuda.enable_cudnn_sdp(False)     # before the training; isotype's trainings do it
 
+A float32 mask must be cast to the queries' dtype: torch's other kernel refuses it.
+
 **How safe is the fix?** Safe: torch then uses another kernel, which computes the same attention. The cuDNN of torch
 2.15 does not have the error. Convolutions in float32 are safe, but take twice the memory.
 
-**Seen in** pytorch/pytorch #58123, #69449, #77955, #196678; ultralytics/yolov5 #5815, #7908; dreamgaussian/dreamgaussian #36; huggingface/trl #7181 (DPO and KTO); kyutai-labs/pocket-tts #264.
+**Seen in** pytorch/pytorch #58123, #69449, #77955, #191612, #196678; NVIDIA-NeMo/Automodel #2617; ultralytics/yolov5 #5815, #7908; dreamgaussian/dreamgaussian #36; huggingface/trl #7181 (DPO and KTO); kyutai-labs/pocket-tts #264.
 """
 
 import re
+from collections.abc import Sequence
 
 import torch
 
+from isotype.core.dtypes import dtype_name
 from isotype.core.names import plural
-from isotype.precision.devices.attention import CUDNN_TILE, AttentionCall, enabled_attention, may_return_nan
-from isotype.records.trace import Call, Trace
+from isotype.precision.devices.attention import (
+    CUDNN_TILE,
+    AttentionCall,
+    enabled_attention,
+    may_return_nan,
+    misreads_masks,
+)
+from isotype.records.trace import Call, Operand, Trace
 from isotype.rules.kit.findings import Findings, advice, finding_at
+from isotype.rules.kit.words import cause_text
 
 KIND = "device"
 
@@ -68,6 +81,7 @@ def _attention(trace: Trace) -> Findings:
     if "cudnn" not in enabled_attention():
         return
     fused = [call for call in trace.calls if any(part in call.op for part in _KERNELS)]
+    yield from _misread_masks(trace, [call for call in fused if call.phase != "backward"])
     if all(call.phase != "backward" for call in fused):
         return
     calls = [call for call in fused if call.phase == "forward" and _may_return_nan(trace, call)]
@@ -85,15 +99,47 @@ def _attention(trace: Trace) -> Findings:
     )
 
 
+def _misread_masks(trace: Trace, fused: Sequence[Call]) -> Findings:
+    profile = trace.setup.profile
+    masks = [(call, _mask(call)) for call in fused]
+    wrong = [
+        (call, mask.origin.cause)
+        for call, mask in masks
+        if mask is not None and mask.dtype == torch.float32 and (described := _described(call))
+        if described.dtype != mask.dtype and misreads_masks(profile, described)
+    ]
+    if not wrong:
+        return
+    dtype = dtype_name(wrong[0][0].operands[0].dtype)
+    yield finding_at(
+        "error",
+        f"cuDNN's attention reads a float32 mask as {dtype}: its outputs are wrong",
+        [call for call, _ in wrong],
+        cause=cause_text(wrong[0][1], trace.owners),
+        notes=(
+            f"torch 2.13 and earlier on {profile.title} raise no error",
+            "see https://github.com/pytorch/pytorch/pull/191612",
+        ),
+        fixes=(advice("attn_mask", f"cast the mask to {dtype}, or use torch 2.14", dtype),),
+    )
+
+
 def _may_return_nan(trace: Trace, call: Call) -> bool:
+    described = _described(call)
+    return described is not None and may_return_nan(trace.setup.profile, described)
+
+
+def _mask(call: Call) -> Operand | None:
+    return next((operand for operand in call.operands if operand.role in _MASKS), None)
+
+
+def _described(call: Call) -> AttentionCall | None:
     operands = {operand.role: operand for operand in call.operands}
     if call.breach is not None or not {"query", "key", "value"} <= operands.keys():
-        return False
+        return None
     query, key, value = (operands[name].shape for name in ("query", "key", "value"))
     sizes = query[-1], key[-1], value[-1]
-    masked = any(name in operands for name in _MASKS)
-    described = AttentionCall(operands["query"].dtype, query[-3], key[-3], sizes, masked)
-    return may_return_nan(trace.setup.profile, described)
+    return AttentionCall(operands["query"].dtype, query[-3], key[-3], sizes, _mask(call) is not None)
 
 
 def _keys(call: Call) -> int:

@@ -38,6 +38,8 @@ _ALIGNED = 16
 CUDNN_TILE = 128
 _NAN_RELEASES: tuple[Release, Release] = ((2, 11), (2, 14))
 """First and last torch release with a cuDNN before 9.26; see `may_return_nan`."""
+_MISREAD_MASKS: Release = (2, 13)
+"""Last torch release in which cuDNN's kernel assumes that a mask has the queries' dtype; see `misreads_masks`."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,14 @@ def may_return_nan(profile: DeviceProfile, call: AttentionCall, release: Release
     """
     faulty = call.masked and has_faulty_cudnn(profile, release)
     return faulty and attention_kernel(profile, call, release) == "cudnn"
+
+
+def misreads_masks(profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE) -> bool:
+    """Return whether the kernel reads a mask of any dtype as if it had the queries' dtype.
+
+    See https://github.com/pytorch/pytorch/pull/191612. From torch 2.14 on, the kernel reads float32 masks correctly.
+    """
+    return release <= _MISREAD_MASKS and attention_kernel(profile, call, release) == "cudnn"
 
 
 def _is_by_cudnn(profile: DeviceProfile, call: AttentionCall, release: Release) -> bool:
