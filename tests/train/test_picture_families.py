@@ -18,6 +18,7 @@ import isotype
 from isotype.cli.main import main
 from isotype.compat.bitsandbytes import dequantize_4bit
 from isotype.model.experts.stack import quantized_stack
+from isotype.model.parts import Parts
 from isotype.train.rows.collators import Pictured
 from tests.models import quiet
 from tests.pairwise import few
@@ -229,3 +230,32 @@ def test_the_command_trains_merges_and_what_it_saves_loads_in_plain_libraries(
     assert "mmproj" in capsys.readouterr().err
     assert abs(float(plain_model(Path("merged"))(**batch).loss) - after) < 1e-5
     assert transformers.AutoProcessor.from_pretrained("merged").image_processor is not None
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_full_training_of_one_part_leaves_the_other_parts_as_they_were(
+    folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hiyouga/LLaMA-Factory freezes tower and projector by default, also if it trains the other weights."""
+    monkeypatch.chdir(tmp_path)
+    rows, root = save_picture_rows(tmp_path / "train.jsonl", 2), folder("llava")
+    command = [
+        "sft", "--model_name_or_path", str(root), "--dataset_name", str(rows), "--output_dir", "out", "--max_steps", "1",
+        "--per_device_train_batch_size", "2", "--learning_rate", "1e-2", "--report_to", "none", "--device", "cpu",
+        "--dtype", "float32", "--use_peft", "False", "--adapt",
+    ]  # fmt: skip
+    assert main([*command, "audio"]) == 2
+    assert "expected  language, projector, vision" in capsys.readouterr().err
+    assert not main([*command, "language"]), capsys.readouterr()
+    parts, before = Parts(plain_model(root)), dict(plain_model(root).named_parameters())
+    changed = {
+        parts.of(name)
+        for name, weight in plain_model(Path("out")).named_parameters()
+        if not torch.equal(weight, before[name])
+    }
+    assert changed == {"language"}
+    capsys.readouterr()
+    assert not main(["check", *command, "language", "--json"])
+    memory = json.loads(capsys.readouterr().out)["memory"]["phases"]["optimizer"]
+    trained = sum(weight.numel() for name, weight in before.items() if parts.of(name) == "language")
+    assert memory["optimizer"] == pytest.approx(8 * trained, rel=0.02)

@@ -15,6 +15,8 @@ _TOWERS = {VISION: "image", AUDIO: "audio"}
 """Tower -> name of the tower's input in transformers. The tower's config is `vision_config` or `audio_config`."""
 _MERGER = re.compile(r"(^|\.)\w*merger\w*(\.|$)")
 """Names of the projector behind the blocks of Qwen's and GLM's towers. Its output has the language model's width."""
+_HEADS = ("score", "classifier", "qa_outputs")
+"""Names of the heads of transformers' classifiers and reward models, which belong to the language model."""
 
 
 class Parts:
@@ -25,8 +27,9 @@ class Parts:
         names = {id(module): name for name, module in base.named_modules()}
         self.towers = {names[id(tower)]: part for part, tower in towers_of(base)}
         decoder = base.get_decoder() if self.towers else base
+        heads = [getattr(base, name, None) for name in _HEADS] if self.towers else []
         head = base.get_output_embeddings() if self.towers else None
-        self._language = tuple(names[id(module)] for module in (decoder, head) if id(module) in names)
+        self._language = tuple(names[id(each)] for each in (decoder, head, *heads) if id(each) in names)
 
     def of(self, name: str) -> str:
         for tower, part in self.towers.items():

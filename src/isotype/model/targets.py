@@ -263,6 +263,19 @@ def _nothing_left(adapt: Adapt | None) -> UsageError:
     return UsageError.of("nothing to adapt", f"adapters on {parts} alone", expected, fix)
 
 
+def train_parts(model: Any, adapt: Adapt | None) -> Any:
+    """Freeze the weights outside of `adapt`'s parts. Return the model. Raise UsageError if no weight is left."""
+    parts, chosen = Parts(model), PARTS if adapt is None else adapt.parts
+    weights = [(parts.of(name), parameter) for name, parameter in model.named_parameters()]
+    if not {part for part, _ in weights} & set(chosen):
+        what, fix = f"--adapt {','.join(chosen)}", "name a part of the model, or leave --adapt out"
+        raise UsageError.of("no weights to train", what, listed(sorted({part for part, _ in weights})), fix)
+    for part, parameter in weights:
+        if part not in chosen:
+            parameter.requires_grad_(False)
+    return model
+
+
 def _with_experts(base: Any, names: Iterable[str] | None) -> set[str]:
     """Return `names` and the names of all expert weights that can have adapters."""
     targets = set(names or ())

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from isotype.model.modes import NoDraws
 from isotype.model.parts import LANGUAGE, read_parts
 from isotype.model.read_weights import layers_read
 from isotype.model.repeated_layers import fold as fold_layers
-from isotype.model.targets import TRAINED_WHOLE, Adapt, choose_targets, save_drawn, task_of
+from isotype.model.targets import TRAINED_WHOLE, Adapt, choose_targets, save_drawn, task_of, train_parts
 from isotype.model.walk import is_tuner_layer
 from isotype.precision.policy import PrecisionPolicy
 from isotype.train.command.settings import Settings
@@ -57,6 +58,8 @@ def adapted_model(
 ) -> tuple[Any, Any]:
     """Load `checkpoint`, add the adapter to the parts of the model in `adapt`, and return (model, None).
 
+    If the policy trains weights, freeze the weights of the other parts.
+
     If the chat template adds tokens, return (model without an adapter, PEFT config). The trainer then adds the adapter.
     """
     method = settings.method
@@ -76,7 +79,7 @@ def adapted_model(
                 begin_from_error(model, checkpoint, moments_of_run(checkpoint, settings.device))
             return _with_reference(settings, model)
 
-    adds = adapted if policy.trainable == "lora" and not late else None
+    adds = partial(train_parts, adapt=adapt) if policy.trainable == "full" else None if late else adapted
     try:
         if settings.sharding is not None:
             model = load_sharded(checkpoint, policy, adds, reshard=settings.sharding.reshard, **kwargs)
@@ -377,6 +380,8 @@ def weightless_model(
         plain = kind == "LORA"  # other kinds compute with their random initial values
         with _adapter_arguments(), torch.device("meta" if plain else "cpu"), NoDraws():
             model = _add_lora_silently(model, policy, lora, adapt)
+    elif policy.trainable == "full":
+        train_parts(model, adapt)
     return fold_layers(model) if fold and not early else model
 
 

@@ -112,8 +112,6 @@ def _adapter(settings: Settings) -> Iterator[Problem]:
         read_parts(parts)
     except ValueError as error:
         yield wrong_choice(f"--adapt {parts}", str(error), (*PARTS, ALL))
-    if not settings.use_peft:
-        yield Problem(f"--adapt {parts} with --use_peft False", "adapters", "leave one of the two out")
 
 
 def _trainer(settings: Settings) -> Iterator[Problem]:

@@ -57,11 +57,7 @@ def _rows(reader: Reader) -> None:
     frozen = [part for part in parts if reader.given.get(f"freeze_{part}", part != "language_model")]
     pictures = reader.get("image_max_pixels") or any("images" in row.columns for row in rows)
     if frozen and (pictures or any(f"freeze_{part}" in reader.given for part in parts)):
-        if reader.values.get("use_peft"):
-            reader.values["adapt"] = ",".join(ours for part, ours in parts.items() if part not in frozen)
-        else:
-            fix = f"{', '.join(f'freeze_{part}: false' for part in frozen)}, or finetuning_type: lora"
-            reader.refuse(f"freeze_{frozen[-1]}: true", "training of all of the model's weights", fix)
+        reader.values["adapt"] = ",".join(ours for part, ours in parts.items() if part not in frozen)
     reader.use(" ".join(f"freeze_{part}" for part in parts))
 
 
@@ -86,7 +82,7 @@ def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path
             reader.refuse(f"dataset_dir: {file}: {error}", "JSON", "correct that line")
             return None, root
         return content, root
-    fix = "give dataset_dir, or remove dataset and give --dataset_name and --columns"
+    fix = "set dataset_dir in the file, or remove dataset from the file and give --dataset_name and --columns"
     file = Path(where) / "dataset_info.json"
     if reader.trains:
         reader.refuse("dataset", f"{file}, which describes the data sets", fix)

@@ -82,7 +82,7 @@ class StepPlan:
         data_rows: number of rows in the training data, or None for a stream or if no data set was opened.
         unpads: True if the batches consist of rows of `lengths`, and the training may remove their padding.
         lengths, evaluation_lengths: lengths of the training rows and the evaluation rows, or None if they were not counted.
-        adapt: parts of the model that get adapters, or None for all parts.
+        adapt: parts of the model to train, or None for all parts.
         check_policy: raises PrecisionError if the arguments contradict the decided policy.
     """
 
