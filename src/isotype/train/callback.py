@@ -29,7 +29,7 @@ from isotype.lora.loss.trl_head import passed_on, without_its_padding
 from isotype.lora.unpadded import traced_as
 from isotype.model.adapters import save_policy_too
 from isotype.model.enforce import enforce_model, policy_of, summarize
-from isotype.model.shard import has_shards
+from isotype.model.shard import free_gathered, has_shards
 from isotype.model.walk import own_float_parameters, places
 from isotype.precision.policy import POLICY_FILE, PrecisionPolicy
 from isotype.precision.ranges import Ranges
@@ -228,6 +228,7 @@ def before_first_step(
         if not (module.training and torch.is_grad_enabled()):
             return
         handle.remove()
+        free_gathered(model)  # else parameters that an evaluation gathered are not the optimizer's
         try:
             with traced_as(without_its_padding(model, args, kwargs)):
                 request = request_of_first_step(model, (args, kwargs), arguments, optimizer)
@@ -242,7 +243,8 @@ def before_first_step(
         handle_report(report)
 
     called = outermost if outermost is not None and is_compiled_module(outermost) else model
-    handle = called.register_forward_pre_hook(hook, with_kwargs=True)
+    # FSDP2's hook gathers the parameters of the whole model.
+    handle = called.register_forward_pre_hook(hook, with_kwargs=True, prepend=has_shards(model))
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:
