@@ -14,12 +14,15 @@ from datasets import Image as Pictures
 from isotype.cli.main import main
 from isotype.core.errors import DataError, UsageError
 from isotype.data.methods import METHODS
+from isotype.train import training
+from isotype.train.policy import enforce_trainer
 from isotype.train.rows.collators import Pictured
 from isotype.train.rows.data import fitting
 from isotype.train.rows.lengths import RowTokens
 from tests.parsed import parse_settings
 from tests.refusals import refused
 from tests.zoo.processors import FAMILIES, picture, save_vision_model, tiny_processor
+from tests.zoo.shrink import IMAGE
 
 pytest.importorskip("PIL", reason="needs the package pillow")
 Row = dict[str, Any]
@@ -47,7 +50,7 @@ def _lacking(name: str) -> str:
 
 MARKS = {name: [] if name in CORE else [pytest.mark.lacking(_lacking(name))] for name in FAMILIES}
 families = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=MARKS[name]) for name in (*CORE, "qwen2_vl")]
+    "name", [pytest.param(name, marks=MARKS[name]) for name in (*CORE, "qwen2_vl", "ovis2")]
 )
 
 
@@ -153,6 +156,17 @@ def test_tokens_are_counted_by_headers_alone(name, tmp_path):
     assert lengths.tokens == tuple(real)
     (tmp_path / "0.png").write_bytes((tmp_path / "0.png").read_bytes()[:60])  # its header, and no more
     assert RowTokens("sft", processor).lengths(rows) == lengths
+
+
+@pytest.mark.parametrize("name", ["idefics3", pytest.param("internvl", marks=MARKS["internvl"])])
+def test_a_batch_may_begin_with_a_row_without_pictures(name):
+    collator = Pictured(tiny_processor(name))
+    plain = {"messages": CHAT[3:], "images": []}
+    shown = {"messages": CHAT, "images": pictures()}
+    assert collator([plain, plain])["labels"].shape[0] == 2
+    first, last = collator([shown, plain]), collator([plain, shown])
+    for part in ("input_ids", "labels"):
+        assert torch.equal(last[part], first[part].flip(0))
 
 
 def test_a_size_goes_through_the_processor_once(monkeypatch):
@@ -285,6 +299,35 @@ def test_a_training_on_a_file_of_every_kind_of_row(method, tmp_path, monkeypatch
         assert asked
         assert all(url.startswith("data:image/png;base64,") for sample in asked for url in sample["pictures"])
         assert all(None not in (sample["before"], sample["after"]) for sample in asked)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_prompts_of_several_lengths_have_their_types_at_their_images(method, tmp_path, monkeypatch, capsys):
+    """The tokenizer of the checkpoint pads on the right, and TRL pads prompts on the left."""
+    monkeypatch.chdir(tmp_path)
+    save_vision_model("gemma3", tmp_path / "model")
+    picture(40, 30).save("a.png")
+    asked = ({"prompt": f"<image>{'w1 ' * words}", "images": ["a.png"]} for words in (1, 9, 4, 6))
+    Path("t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    seen: list[bool] = []
+
+    def record(model: Any, args: Any, inputs: dict[str, Any]) -> None:
+        types = inputs.get("token_type_ids")
+        if types is not None:
+            seen.append(torch.equal(types == 1, inputs["input_ids"] == IMAGE))
+
+    def watched(trainer: Any, *args: Any) -> Any:
+        trainer.model.register_forward_pre_hook(record, with_kwargs=True)
+        return enforce_trainer(trainer, *args)
+
+    monkeypatch.setattr(training, "enforce_trainer", watched)
+    flags = """--model_name_or_path model --dataset_name t.jsonl --output_dir out --max_steps 1 --per_device_train_batch_size 4
+        --num_generations 2 --max_completion_length 2 --beta 0.1 --save_strategy no --lora_r 2 --device cpu
+        --gradient_checkpointing False --reward_funcs tests.train.tiny.reward_by_words"""
+    assert main([method, *flags.split()]) == 0, capsys.readouterr()
+    assert seen
+    assert all(seen)
 
 
 def test_a_batch_without_pictures_gets_one_where_every_process_must_run_the_tower():

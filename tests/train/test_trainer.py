@@ -305,6 +305,31 @@ def test_going_on_from_the_last_step_takes_no_further_one(path: Path, tmp_path: 
         assert (tmp_path / name).read_bytes() == (tmp_path / "checkpoint-3" / name).read_bytes()
 
 
+@pytest.mark.parametrize("best", [False, True], ids=["resumed", "best"])
+def test_experts_of_a_whole_model_are_read_from_its_checkpoint(best: bool, tmp_path: Path):
+    """transformers saves each expert as three matrices, and reads none of them into the stacked weights of the model."""
+    source = save_chat_model(tmp_path / "model", experts=4)
+    policy = isotype.resolve_precision(source, dtype="float32", trainable="full", device="cpu")
+    more = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True} if best else {}
+    trainer = trainer_of(isotype.load(source, policy), source, tmp_path / "out", max_steps=2, **more)
+    losses = iter([1.0, 2.0])
+    trainer.evaluation_loop = lambda *args, **kwargs: transformers.trainer_utils.EvalLoopOutput(
+        None, None, {"eval_loss": next(losses)}, 4
+    )
+    trainer.train()
+    saved = tmp_path / "out" / "checkpoint-1"
+    if best:  # the weights of the first step, read at the end
+        expected = isotype.load(saved, policy).state_dict()
+        result = trainer.model.state_dict()
+    else:
+        expected = trainer.model.state_dict()
+        again = trainer_of(isotype.load(source, policy), source, tmp_path / "again", max_steps=2)
+        again.train(resume_from_checkpoint=str(saved))
+        result = again.model.state_dict()
+    assert any("experts.gate_up_proj" in name for name in expected)
+    assert [name for name, value in expected.items() if not torch.equal(value, result[name])] == []
+
+
 def test_an_upload_sees_the_checkpoint_where_it_stays(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -163,6 +163,16 @@ FAMILIES: dict[str, Family] = {
         {"image_token": "<|image|>"},
         {"patch_size": PATCH, "pixel_shuffle_ratio": 0.5},
     ),
+    "ovis2": Family(
+        "Ovis2Processor",
+        "Ovis2ImageProcessor",
+        {**_SQUARE, "crop_to_patches": False},
+        ("<IMG_ATOM>", "<image>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+        "<image>",
+        {"image_token": "<image>"},
+        {"image_seq_length": 16},
+        pil=True,
+    ),
 }  # fmt: skip
 
 

@@ -334,6 +334,20 @@ def load_module(
     enforce_model(model, policy)
 
 
+def restore(model: nn.Module, path: Path, place: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+    """Call `place(tensor, weight)` for each tensor of the model, with the weight that `save_pretrained` has saved at `path`.
+
+    Raises CheckpointError if a weight is missing or has another shape than the model's tensor.
+    """
+    headers, files = read_headers(path), MappedFiles()
+    matched = match(model, headers)
+    matched.require_complete()
+    stored, state = StoredWeights(model, headers, matched.weights), model.state_dict()
+    for source in {id(source): source for source in stored.sources.values()}.values():
+        for name, value in stored.read_source(source, files, torch.float32).items():
+            place(state[name], value)
+
+
 def _adapted(headers: CheckpointHeaders, adapter: StateDictAdapter) -> CheckpointHeaders:
     """Apply `adapter` to meta tensors with the checkpoint's shapes, and return headers of the resulting tensors."""
     adapted = adapter.from_hf(blank_tensors(stored_tensors(headers.tensors, headers.quantization)))

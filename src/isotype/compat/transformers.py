@@ -209,6 +209,25 @@ for _public, _private in STEPS.items():
     setattr(TrainerSteps, _private, _overridden)
 
 
+@contextmanager
+def replaced_parts(processor: Any) -> Iterator[list[Any]]:
+    """Yield a list with the replaced placeholders of each text that `processor` has encoded in the `with` block.
+
+    The list stays empty if the processor's class replaces placeholders by other code. With the argument
+    `return_text_replacement_offsets`, Idefics 3 and InternVL (transformers 5.23) fail if the first text has no image.
+    """
+    parts: list[Any] = []
+
+    def record(replace: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        texts, parts[:] = replace(*args, **kwargs)
+        return texts, list(parts)
+
+    with Replacements() as changes:
+        if hasattr(processor, "get_text_with_replacements"):
+            changes.wrap(processor, "get_text_with_replacements", record)
+        yield parts
+
+
 def train_on_first_gpu(training: Any) -> None:
     """Let the training use only the first visible GPU, unless a launcher has started this process.
 

@@ -167,6 +167,9 @@ def _built(run: Run, console: Console) -> Run:
     tokenizer = models.processing_class(source, revision=run.checkpoint.revision)
     if not settings.method.takes_pictures:  # TRL's trainer does not take the processor, either
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if method.loss == "policy":
+        # TRL (1.16) pads prompts on the left, but the types of their tokens on the tokenizer's side.
+        getattr(tokenizer, "tokenizer", tokenizer).padding_side = "left"
     day = run.identity[resume.TEMPLATE_DATE]
     resume.store_date(settings, day, tokenizer)
     check_tokenizer(settings, source, tokenizer, data)

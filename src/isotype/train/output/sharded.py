@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from isotype.checkpoint.load import restore
 from isotype.compat.transformers import TrainerSteps
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import base_name, listed
@@ -93,17 +94,23 @@ def _read(directory: Path, state: dict[str, torch.Tensor]) -> None:
         load(state, storage_reader=reader, no_dist=not distributed.is_initialized())
 
 
-def load_whole_weights(checkpoint: Path, model: nn.Module) -> None:
-    """Read the trained weights of an unsharded run into sharded parameters. Every process must read all of them."""
+def load_whole_adapter(checkpoint: Path, model: nn.Module) -> None:
+    """Read the adapter of an unsharded run into sharded parameters. Every process must read all of it."""
     from safetensors.torch import load_file
 
     files, trained = sorted(checkpoint.glob("*model*.safetensors")), _trained(model)
     weights = {base_name(name): value for file in files for name, value in load_file(file).items()}
     _require(checkpoint, [name for name in trained if base_name(name) not in weights])
     for name, parameter in trained.items():
-        target: Any = parameter.detach()
-        whole = weights[base_name(name)].to(target.dtype)
-        target.to_local().copy_(_sharded_like(target, whole).to_local())
+        _copy(parameter.detach(), weights[base_name(name)])
+
+
+def _copy(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy a whole tensor into a tensor that may be sharded."""
+    to: Any = target
+    if is_sharded(target):
+        to, whole = to.to_local(), _sharded_like(to, whole.to(to.dtype)).to_local()
+    to.copy_(whole)
 
 
 def shard_optimizer(optimizer: Any) -> None:
@@ -159,20 +166,25 @@ class Sharded(TrainerSteps):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def read_weights(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        checkpoint = Path(resume_from_checkpoint)
-        if (checkpoint / SHARDS).is_dir():
-            load_weights(checkpoint / SHARDS, self.model)
-        elif has_shards(self.model):
-            load_whole_weights(checkpoint, self.model)
-        else:
+        if not self._read_weights(Path(resume_from_checkpoint)):
             super().read_weights(resume_from_checkpoint, model)
 
     def read_best_weights(self: Any) -> None:
-        best = Path(self.state.best_model_checkpoint)
-        if (best / SHARDS).is_dir():
-            load_weights(best / SHARDS, self.model)
-        else:
+        if not self._read_weights(Path(self.state.best_model_checkpoint)):
             super().read_best_weights()
+
+    def _read_weights(self: Any, checkpoint: Path) -> bool:
+        """Read the trained weights of a checkpoint into the model, or return False if the trainer reads them correctly."""
+        if (checkpoint / SHARDS).is_dir():
+            load_weights(checkpoint / SHARDS, self.model)
+        elif not hasattr(self.model, "peft_config") and not self.is_deepspeed_enabled:
+            # transformers (5.23) reads no tensor that its `save_pretrained` has renamed or split.
+            restore(self.model, checkpoint, _copy)
+        elif has_shards(self.model):
+            load_whole_adapter(checkpoint, self.model)
+        else:
+            return False
+        return True
 
     def read_optimizer(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -21,7 +21,7 @@ import torch
 
 from isotype.compat.peft import why_whole_rows, without_peft
 from isotype.compat.templates import render_chat
-from isotype.compat.transformers import attention_of
+from isotype.compat.transformers import attention_of, replaced_parts
 from isotype.core.errors import Problem, UsageError
 from isotype.core.names import plural
 from isotype.data.build import undecoded
@@ -173,21 +173,21 @@ class Pictured:
     def encoded(self, rows: Sequence[Written]) -> tuple[dict[str, Any], torch.Tensor]:
         """Return the processor's outputs and each token's kind (int64 `[rows, tokens]`). Image n has kind `PICTURE` + n."""
         images = [list(row.pictures) for row in rows]
-        batch = dict(
-            self.processor(
-                images=images if any(images) else None,
-                text=[row.text for row in rows],
-                padding=True,
-                padding_side="right",
-                pad_to_multiple_of=self.multiple,
-                return_tensors="pt",
-                add_special_tokens=False,  # they are in the rendered text
-                return_offsets_mapping=True,
-                return_text_replacement_offsets=True,
+        with replaced_parts(self.processor) as replaced:
+            batch = dict(
+                self.processor(
+                    images=images if any(images) else None,
+                    text=[row.text for row in rows],
+                    padding=True,
+                    padding_side="right",
+                    pad_to_multiple_of=self.multiple,
+                    return_tensors="pt",
+                    add_special_tokens=False,  # they are in the rendered text
+                    return_offsets_mapping=True,
+                )
             )
-        )
-        places, replaced = batch.pop("offset_mapping", None), batch.pop("text_replacement_offsets", None)
-        if places is None or (any(images) and replaced is None):
+        places = batch.pop("offset_mapping", None)
+        if places is None or (any(images) and not replaced):
             what = f"{type(self.processor).__name__}, which does not return the positions of image tokens"
             called = "that calls `__call__` of transformers' `ProcessorMixin`"
             headline = "the tokens of images cannot be found"
@@ -272,8 +272,9 @@ class Pictured:
             from PIL import Image
 
             row = {"images": [[Image.new("RGB", size)]], "text": [self._image_turn]}
-            batch = self.processor(**row, return_text_replacement_offsets=True)
-            (replaced,) = batch["text_replacement_offsets"][0]
+            with replaced_parts(self.processor) as parts:
+                self.processor(**row, return_tensors="pt")
+            ((replaced,),) = parts
             self._replacements[size] = replaced["text"], replaced["replacement"]
         return self._replacements[size]
 
