@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 import isotype
 from isotype.rules.ist402_state_missing import find
+from isotype.trace.dtype_history import remembered
 from tests.rules.samples import BF16, packed, trace, weight
 
 
@@ -53,6 +55,30 @@ def test_layers_that_were_not_moved_to_a_device(layer: str) -> None:
         "1 weight is not quantized, because the model was not moved to a device"
     ]
     assert not isotype.check(model.to("cpu"), inputs, device="t4").errors
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_codes_that_load_state_dict_combines_with_other_scales(assign: bool) -> None:
+    """bitsandbytes-foundation/bitsandbytes #1946: with strict=False, the states in the file are not read."""
+    from bitsandbytes.nn import Linear4bit
+
+    saved, model = (nn.Sequential(Linear4bit(64, 64), nn.Linear(64, 4)).to("cpu") for _ in range(2))
+    inputs = {"input": torch.randn(3, 64)}
+    with remembered():
+        model.load_state_dict(model.state_dict(), strict=False)
+        assert not isotype.check(model, inputs).errors
+        model.load_state_dict(saved.state_dict(), strict=False, assign=assign)
+        copied = copy.deepcopy(model)
+    for loaded in (model, copied):
+        assert torch.equal(loaded[0].weight, saved[0].weight)
+        assert not torch.allclose(loaded(**inputs), saved(**inputs), rtol=0.01)
+        (finding,) = isotype.check(loaded, inputs).errors
+        assert finding.message == "1 4-bit weight has new codes with the scales of the earlier codes"
+        assert finding.cause.startswith("load_state_dict does not read the quantization states of 0.weight,")
+        assert "loaded at test_ist402.py" in finding.cause
+    model[0].weight.quant_state = model[0].quant_state = saved[0].weight.quant_state
+    assert torch.allclose(model(**inputs), saved(**inputs))
+    assert not isotype.check(model, inputs).errors
 
 
 def test_states_at_hand_are_silent() -> None:

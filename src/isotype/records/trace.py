@@ -272,6 +272,7 @@ class Weight:
         set_on: name and value of an attribute that code set without effect, such as (`encoder.requires_grad`, False);
             else None.
         set_at: how a script's line set the dtype: `cast at train.py:12`; "" if unknown.
+        codes_set_at: how a script's line replaced packed codes without their quantization state; "" if none is known.
     """
 
     name: str
@@ -296,6 +297,7 @@ class Weight:
     reader: str = ""
     set_on: tuple[str, bool] | None = None
     set_at: str = ""
+    codes_set_at: str = ""
 
     @property
     def dtype_text(self) -> str:

@@ -1,14 +1,16 @@
 """A quantized layer without its quantization state
 
 **What it means.** A quantized layer has packed codes without their quantization state (scales, code book, shape). A
-script or library has replaced the parameter by a plain tensor (`load_state_dict`, `setattr`), or by a copy without the parameter's
-attributes. Or an old version of bitsandbytes lost the state when FSDP2 gathered the parameter. Or the checkpoint lacks
-the weight, for example of a new head: transformers then makes a quantized layer with a float weight. Or a script makes
-quantized layers, and does not move them to a device, which quantizes their weights. On a CPU, PEFT's
-DoRA replaces an int8 weight by a copy without its scales in every forward.
+script or library has replaced the parameter by a plain tensor (`load_state_dict`, `setattr`), or by a copy without the
+parameter's attributes. Or `load_state_dict(…, strict=False)` has replaced the codes of a 4-bit layer: it does not read the
+states in the file, and the layer multiplies the new codes by the old scales. isotype sees such a load in `isotype run` and
+in `isotype check package.module:function`. Or an old version of bitsandbytes lost the state when FSDP2 gathered the
+parameter. Or the checkpoint lacks the weight, for example of a new head: transformers then makes a quantized layer with a
+float weight. Or a script makes quantized layers, and does not move them to a device, which quantizes their weights. On a
+CPU, PEFT's DoRA replaces an int8 weight by a copy without its scales in every forward.
 
 **Why it is bad.** The layer cannot compute: `'Parameter' object has no attribute 'quant_state'`, `quant_state
-is required` or a bare `AssertionError`.
+is required` or a bare `AssertionError`. With the scales of other codes, the layer computes wrong values without an error.
 
 **An example that fails**
 
@@ -20,7 +22,8 @@ is required` or a bare `AssertionError`.
 
 **How safe is the fix?** Safe: you load codes and scales again, because packed codes alone do not determine the scales.
 
-**Seen in** haotian-liu/LLaVA #1028; axolotl-ai-cloud/axolotl #2992; bitsandbytes-foundation/bitsandbytes #825, #1067.
+**Seen in** haotian-liu/LLaVA #1028; axolotl-ai-cloud/axolotl #2992; bitsandbytes-foundation/bitsandbytes #825, #1067,
+#1946.
 """
 
 from isotype.core.dtypes import dtype_name
@@ -50,6 +53,13 @@ def find(trace: Trace) -> Findings:
         message = f"{are} not quantized, but the layer computes with packed codes"
         cause = f"{base_name(plain[0].name)} is {dtype_name(plain[0].dtype)}: the checkpoint lacks it, or code replaced it"
         yield finding_of("error", message, plain, cause=cause, fixes=(advice(plain[0].module, how),))
+    if mixed := [weight for weight, _ in layers if weight.codes_set_at]:
+        message = f"{counted(mixed, '4-bit weight', 'have')} new codes with the scales of the earlier codes"
+        cause = f"load_state_dict does not read the quantization states of {base_name(mixed[0].name)}, {mixed[0].codes_set_at}"
+        how = "load the checkpoint with from_pretrained, or load float weights before .to(device) quantizes the model"
+        yield finding_of(
+            "error", message, mixed, phase="load", cause=cause, fixes=(advice(mixed[0].module, how),)
+        )
     lost = [weight for weight in missing if not weight.dtype.is_floating_point]
     copied = _copied_by_dora(trace)
     message = f"{counted(lost, 'quantized weight', 'have')} lost the quantization state"

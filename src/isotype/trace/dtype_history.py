@@ -1,8 +1,8 @@
-"""Remembers which line of a script created each parameter and buffer in its dtype, or cast it to this dtype."""
+"""Remembers which line of a script created each parameter and buffer in its dtype, cast it, or replaced its 4-bit codes."""
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import cache
 from traceback import walk_stack
@@ -18,6 +18,8 @@ from isotype.compat.torch_casts import around_weights, weights_in
 from isotype.core.dtypes import FLOATS
 from isotype.core.names import short
 from isotype.core.source import asking_line, is_library, shown
+from isotype.model.quantized import quantization_state
+from isotype.model.shard import is_sharded
 from isotype.records.finding import in_library
 from isotype.records.trace import CAST_FUNCTIONS
 
@@ -34,6 +36,8 @@ _history: MutableMapping[nn.Module, dict[str, _Line]] = WeakIdKeyDictionary()
 _holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
 """Id of a parameter or buffer -> (module, name) of each place that holds it. Places that hold another tensor are stale."""
 
+_codes: MutableMapping[nn.Module, tuple[Any, str]] = WeakIdKeyDictionary()
+"""4-bit layer -> (its quantization state, text about the line) when `load_state_dict` replaced the codes, but not the state."""
 
 default_dtypes: dict[torch.dtype, str] = {}
 """Dtype -> last line of the script that has set it as torch's default dtype, while lines were recorded."""
@@ -44,6 +48,7 @@ def remembered() -> Iterator[None]:
     """In the `with` block, record the lines of code that create or cast weights of modules, or set the default dtype."""
     with around_weights(_registered, _assigned, _copied), Replacements() as replaced:
         replaced.wrap(torch, "set_default_dtype", _default_set)
+        replaced.wrap(nn.Module, "_load_from_state_dict", _loading)
         yield
 
 
@@ -57,6 +62,24 @@ def set_at(module: nn.Module, name: str) -> str:
     """Return how a module's weight got its dtype: `cast by prepare_model at train.py:12`; "" if this is unknown."""
     tensor, (at, dtype, text) = weights_in(module)[name], _history.get(module, {}).get(name, (0, None, ""))
     return text if (at, dtype) == (id(tensor), tensor.dtype) else ""
+
+
+def codes_set_at(module: nn.Module) -> str:
+    """Return how a 4-bit layer got codes that its quantization state does not belong to; "" if this is unknown."""
+    state, text = _codes.get(module, (None, ""))
+    return text if quantization_state(module) is state else ""
+
+
+def _loading(
+    load: Callable[..., None], module: Any, states: Mapping[str, Any], prefix: str, *rest: Any
+) -> None:
+    state, new = quantization_state(module), states.get(f"{prefix}weight")
+    codes = None if state is None or is_sharded(module.weight) else module.weight
+    fits = codes is not None and new is not None and (new.shape, new.dtype) == (codes.shape, codes.dtype)
+    changes = fits and not torch.equal(new.to(codes.device), codes)
+    load(module, states, prefix, *rest)
+    if changes:
+        _codes[module] = state, _running_line("loaded")
 
 
 def _registered(module: nn.Module, name: str, before: torch.dtype | None) -> None:
@@ -85,6 +108,8 @@ def _copied(module: nn.Module, copy: nn.Module) -> None:
         if name in weights and weights[name].dtype == tensor.dtype and (text := set_at(module, name)):
             _history.setdefault(copy, {})[name] = id(tensor), tensor.dtype, text
             _registered(copy, name, tensor.dtype)
+    if text := codes_set_at(module):
+        _codes[copy] = quantization_state(copy), text
 
 
 def _holders_of(tensor: torch.Tensor) -> list[tuple[nn.Module, str]]:
