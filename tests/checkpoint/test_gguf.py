@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,12 @@ def test_headers_say_what_the_library_reads(tmp_path: Path, kind: KIND) -> None:
     float_dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     assert {t.dtype for t in headers.tensors} == {torch.float32, float_dtypes.get(kind.name)}
     assert headers.format == "gguf"
+
+
+def test_an_absent_library_is_an_error_of_isotype(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf.constants", None)
+    with pytest.raises(isotype.CheckpointError, match=r"the package gguf\n.*pip install 'isotype\[train\]'"):
+        isotype.resolve_precision(tiny, "bfloat16", device="cpu")
 
 
 def test_a_directory_with_one_gguf_file_is_that_file(tiny: Path) -> None:

@@ -186,16 +186,20 @@ def places(model: nn.Module) -> Iterator[Place]:
         yield Place(name, module, kind_of(module), tuner, tuner or copied)
 
 
+def is_packed(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter holds codes of a quantized layer. 4-bit codes may have a float dtype."""
+    return not parameter.is_floating_point() or hasattr(parameter, "quant_state")
+
+
 def own_float_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the unquantized float parameters of `module` by name, without the parameters of its children."""
-    # A sharded weight has lost its class. Quantized codes may have a float dtype.
+    # A sharded weight has lost its class.
     codes = "weight" if getattr(module, "quant_state", None) is not None else None
     return {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)
         if not isinstance(parameter, UninitializedParameter)  # of a lazy layer, without a shape
-        and parameter.is_floating_point()
-        and not hasattr(parameter, "quant_state")
+        and not is_packed(parameter)
         and name != codes
     }
 

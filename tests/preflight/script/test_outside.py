@@ -84,3 +84,16 @@ def test_the_reasons_for_a_backward_that_raises() -> None:
         "; the kernels of Int8Tensor weights may have no backward"
     )
     assert outside(vector.value, model, step, {}).help == "call backward on a scalar, such as loss.mean()"
+
+
+@pytest.mark.parametrize("layer", ["Linear4bit", "Linear8bitLt"])
+def test_a_frozen_quantized_model_gets_adapters(layer: str) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    options = {"has_fp16_weights": False} if layer == "Linear8bitLt" else {}
+    frozen = nn.Sequential(getattr(bnb.nn, layer)(32, 32, **options)).requires_grad_(False).to("cpu")
+    step = traced(nn.Linear(8, 8), lambda model: model(torch.ones(2, 8)).sum())
+    with pytest.raises(RuntimeError, match="does not require grad") as raised:
+        frozen(torch.ones(2, 32)).sum().backward()
+    assert outside(raised.value, frozen, step, {}).help == (
+        "no parameter of the model requires a gradient: add adapters (get_peft_model)"
+    )

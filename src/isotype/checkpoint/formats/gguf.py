@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from isotype.checkpoint.formats.tensor import DAMAGED, HeaderFile, TensorHeader, by_name, repeated
-from isotype.core.errors import Problem
+from isotype.core.errors import CheckpointError, Problem
 
 _MAX_DIMENSIONS = 4  # a limit of ggml
 # Default alignment in bytes: the data of each tensor begins at a multiple of the alignment.
@@ -151,8 +151,13 @@ def _text(value: str) -> bytes:
 def _tensors(
     entries: Sequence[tuple[str, tuple[int, ...], int, int]], start: int, end: int, file: HeaderFile
 ) -> list[TensorHeader]:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
+    try:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ModuleNotFoundError as error:
+        headline, what = "GGUF files need a package that is not installed", f"no module named {error.name}"
+        raise CheckpointError.of(
+            headline, what, "the package gguf", "pip install 'isotype[train]'"
+        ) from error
     types = {kind.value: (kind.name, *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
     problems = repeated((name for name, *_ in entries), "tensor ")
     tensors: list[TensorHeader] = []

@@ -18,7 +18,7 @@ from isotype.core.dtypes import FLOATS, dtype_name
 from isotype.core.names import grouped, plural, short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
-from isotype.model.walk import living, name_in_process
+from isotype.model.walk import is_packed, living, name_in_process
 from isotype.records.finding import in_library
 from isotype.records.trace import NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED, Trace
 from isotype.report.text import short_source
@@ -115,7 +115,7 @@ def _without_gradients(error: BaseException, model: nn.Module, names: Mapping[in
     """Return advice for an error about missing gradients; "" for another error."""
     how = "compute the loss outside of torch.no_grad(), and not from detached values"
     if NO_GRADIENT in str(error):
-        codes = any(hasattr(parameter, "quant_state") for parameter in model.parameters())
+        codes = any(map(is_packed, model.parameters()))
         way = "add adapters (get_peft_model)" if codes else "call requires_grad_() of those to train"
         why = f"no parameter of the model requires a gradient: {way}"
         return how if any(parameter.requires_grad for parameter in model.parameters()) else why

@@ -20,6 +20,7 @@ from isotype.core.names import agree, base_name
 from isotype.core.source import line_of
 from isotype.core.tables import table
 from isotype.model.shard import is_sharded
+from isotype.model.walk import is_packed
 from isotype.preflight.script.outside import Outside
 from isotype.records.finding import in_library
 from isotype.trace.dtype_history import set_at
@@ -30,8 +31,10 @@ cause the error: a key of `_OF_KIND`, or ""."""
 _OF_KIND: dict[str, Callable[[torch.Tensor, Sequence[torch.dtype], Sequence[torch.dtype]], bool]] = {
     "meta": lambda weight, _, __: weight.is_meta,
     "codes": lambda weight, _, __: not weight.is_floating_point(),
-    "packed": lambda weight, _, __: not weight.is_floating_point() or _is_packed(weight),
-    "stored": lambda weight, _, whole: _is_packed(weight) and weight.dtype not in whole,
+    "packed": lambda weight, _, __: is_packed(weight),
+    "stored": lambda weight, _, whole: (
+        weight.is_floating_point() and is_packed(weight) and weight.dtype not in whole
+    ),
     "few": lambda weight, dtypes, _: weight.dtype != dtypes[0],
     "whole": lambda weight, _, __: not is_sharded(weight),
 }
@@ -158,7 +161,7 @@ def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
     inside = next((names[id(module)] for module in inner if id(module) in names), "")
     weights = dict(model.named_parameters())
     dtypes = _by_size(weights.values())
-    whole = _by_size(weight for weight in weights.values() if not _is_packed(weight))
+    whole = _by_size(weight for weight in weights.values() if not is_packed(weight))
     fits = {name: weight for name, weight in weights.items() if _OF_KIND[kind](weight, dtypes, whole)}
     if not fits:
         return None
@@ -176,10 +179,6 @@ def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
         "usual": str(next(iter(whole), "")),
         "count": agree(len(fits), "parameter", "are"),
     }
-
-
-def _is_packed(weight: torch.Tensor) -> bool:
-    return hasattr(weight, "quant_state")
 
 
 def _by_size(weights: Iterable[torch.Tensor]) -> list[torch.dtype]:
