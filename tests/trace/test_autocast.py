@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 import isotype
 from isotype.precision.devices.profile import device_profile
 from isotype.preflight.script.missing_gpu import MissingGpu
+from isotype.trace.live.recorder import LiveFunctions, LiveRecorder
 from tests.small import BF16, FP16, FP32, Seen
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -112,3 +114,48 @@ def test_a_norm_of_other_dtypes_runs_in_float32_as_on_a_gpu(norm: nn.Module, on_
         results = narrow(x), narrow(x.bfloat16())
     assert {result.dtype for result in results} == {torch.float32}
     assert torch.equal(results[0], norm(x))
+
+
+class Experts(nn.Module):
+    """Writes rows in autocast's dtype into a copy of its input."""
+
+    def __init__(self, widen: Function) -> None:
+        super().__init__()
+        self.embedding, self.expert, self.widen = nn.Embedding(8, 8), nn.Linear(8, 8), widen
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.widen(self.embedding(ids))
+        output = torch.zeros_like(hidden)
+        output[ids > 4] = self.expert(hidden[ids > 4])
+        return output.sum()
+
+
+@pytest.mark.parametrize(
+    ("widen", "name"),
+    [
+        (lambda x: functional.layer_norm(x, (8,)), "layer_norm"),
+        (lambda x: x.softmax(-1), "softmax"),
+        (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)), "rsqrt"),
+        (lambda x: x + x.float(), ""),
+    ],
+)
+def test_float32_that_autocast_returns_for_float32_has_autocast_as_its_cause(
+    widen: Function, name: str
+) -> None:
+    """unslothai/unsloth #7020, hiyouga/LLaMA-Factory #2639: a cast of the embedding would change nothing."""
+    model, ids = Experts(widen), torch.arange(8)[None]
+    report = isotype.check(model, lambda m: m(ids), device="a100", autocast="bfloat16")
+    (finding,) = report.errors
+    expected = f"autocast returns float32 from {name} at " if name else "embedding.weight is float32"
+    assert finding.cause.startswith(expected)
+    recorder = LiveRecorder("cpu", kind="cuda")
+    with ExitStack() as modes, torch.autocast("cpu"):
+        modes.enter_context(recorder.weigh(model))
+        modes.enter_context(recorder.watch(model))
+        modes.enter_context(recorder)
+        modes.enter_context(LiveFunctions(recorder))
+        recorder.turn_to("forward")
+        with pytest.raises(RuntimeError, match="dtypes match"):
+            model(ids)
+    cause = recorder.calls[-1].operands[0].origin.cause
+    assert (cause.kind, cause.name) == (("autocast", name) if name else ("parameter", "embedding.weight"))

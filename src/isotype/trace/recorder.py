@@ -279,6 +279,18 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         dtype = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), None)
         return self.reads.origin_of(dtype) if isinstance(dtype, torch.dtype) else self.like
 
+    def note_widened(self, treatment: str, result: Any) -> None:
+        """Record that autocast has chosen float32, also for float32 operands. `treatment`: autocast's list of the function."""
+        for tensor in leaves(result) if treatment == "float32" else ():
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                before, place = self.origin(tensor), self._place()
+                # The last cast explains the dtype: without it, the path would grow with every layer.
+                earlier = before.cause.before if before.cause.kind == "autocast" else before
+                origin = Origin(
+                    "autocast", torch.float32, self.function, place.module, shown(place.source), earlier
+                )
+                self.mark(tensor, origin)
+
     def note_unchanged(self, name: str, tensor: Any, result: Any) -> None:
         """Record that a cast without effect (`y.to(x.dtype)`) lets `x` decide the dtype of `y`, unless `y` is stored."""
         if result is not tensor or name not in _TAKE_FROM or (like := self._like(result.dtype)) is None:
@@ -458,9 +470,12 @@ def _is_layer(module: str) -> bool:
 def _rank(operand: Operand) -> int:
     """Return a rank: the result takes its dtype from the operand with the lowest rank.
 
-    Weights and computed values have the rank 0; inputs of the step 1, because users cast them to the weights' dtype;
+    Values that autocast returns in float32 have the rank -1, because a cast of their operands changes nothing. Weights and
+    other computed values have the rank 0; inputs of the step 1, because users cast them to the weights' dtype;
     gradients 2, because they have the dtype of the forward's value; empty or filled tensors of Python code 3.
     """
     kinds = {step.kind for step in operand.origin.path()}
     cause = operand.origin.cause.kind
+    if cause == "autocast" and operand.dtype == torch.float32 and not kinds & {"cast", "gradient"}:
+        return -1
     return 3 if cause == "constant" else 2 if "gradient" in kinds else 1 if cause == "input" else 0

@@ -67,6 +67,10 @@ class DeviceAutocast:
         """Return whether the device's autocast refuses the function `name`."""
         return self._there.treatment(name, args, kwargs) == "banned"
 
+    def treatment(self, name: str, args: Any, kwargs: Any) -> str:
+        """Return the device's autocast list of the function `name`; "" if it is in none, or writes into `out`."""
+        return "" if kwargs.get("out") is not None else self._there.treatment(name, args, kwargs)
+
     def run(self, call: Callable[[Any, Any], Any], name: str, args: Any, kwargs: Any) -> Any:
         """Return the result of `call(args, kwargs)`, where `call` runs the function `name`."""
         writes, both = kwargs.get("out") is not None, (self._there, self._here)
@@ -158,6 +162,8 @@ class Functions(TorchFunctionMode):
             else:
                 result = self._call(func, args, kwargs)
             recorder.note_unchanged(name, next(iter(args), None), result)
+            if cast:
+                recorder.note_widened(self._lists.treatment(name, args, kwargs), result)
             return result
         finally:
             recorder.function, recorder.autocast, recorder.like = before

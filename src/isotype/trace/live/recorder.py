@@ -68,7 +68,7 @@ class LiveRecorder(Recorder):
         terms: records the scalars of this step that have lost their graph.
         graded: ids of the parameters that got a gradient in a backward of this step.
         unsynced: id of each DDP model whose last forward with gradients ran under `no_sync()` -> line of this forward.
-        treatment: name of the simulated device's autocast list that contains the running function; "" if there is none.
+        treatment: name of the device's autocast list that contains the running function; "" if there is none.
         without_autocast: module that runs in a thread without autocast, unlike the step -> sentence on it.
         of_gradients: True to record only operators on accumulated gradients, and collectives.
     """
@@ -82,8 +82,8 @@ class LiveRecorder(Recorder):
         self._limit, self._seconds, self._spent = limit, seconds, 0.0
         self.contracts = contracts_here(device)
         self.autocast_device = device
-        self._lists = None if kind == "cpu" or device != "cpu" else autocast_lists(kind)
-        self._kind = kind
+        self._simulated = kind != "cpu" and device == "cpu"
+        self._lists, self._kind = autocast_lists(kind if device == "cpu" else device), kind
         self.treatment = ""
         self.fault = ""
         self.of_gradients = False
@@ -133,7 +133,7 @@ class LiveRecorder(Recorder):
         self._turn(func)
         call = OperatorCall(func, args, kwargs, self._place())
         self._write(call, result)
-        if self._lists is not None and self.phase == "forward" and call.name not in CASTS:
+        if self._simulated and self.phase == "forward" and call.name not in CASTS:
             self._as_on_device([tensor for _, tensor in call.tensors], result)
         if self.phase == "backward" and current_node() is None:
             self.calls[-1] = replace(self.calls[-1], by_script=True)
@@ -143,9 +143,9 @@ class LiveRecorder(Recorder):
         self.like, self.autocast = self.cast_origin(name, args, kwargs), autocast_dtype(self.autocast_device)
         self.function = "" if name in _BACKWARDS else name
         self.treatment = ""
-        if self._lists is not None and self.autocast is not None:
+        if self.autocast is not None:
             self.treatment = self._lists.treatment(name, args, kwargs)
-            if self.treatment == "banned":
+            if self._simulated and self.treatment == "banned":
                 breach = Breach(f"torch.nn.functional.{name} {UNSAFE}", False, torch.float32)
                 self._book(self.note, f"torch.{name}", given_tensors(args, kwargs), breach)
 
@@ -217,9 +217,10 @@ class LiveRecorder(Recorder):
                 self.unsynced[id(replica)] = shown(asking_line())
 
     def end_function(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Record the result of a function of the forward if it may be a term of the loss."""
+        """Record the result of a function of the forward: it may be a term of the loss, or autocast may set its dtype."""
         if self.phase == "forward" and not self.of_gradients:
             self._book(self.terms.note, name, args, result)
+            self._book(self.note_widened, self.treatment, result)
 
     def reads_dtype(self, tensor: torch.Tensor) -> None:
         self._book(lambda: self.reads.note(self.origin(tensor)))
