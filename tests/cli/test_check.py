@@ -268,8 +268,8 @@ def test_the_repaired_command():
     )
     assert repaired_command(command, ()).text == "nothing to repair"
     lost = Finding("warning", "updates are lost", code="IST801")
-    assert repaired_command(command, (), [(lost, "no fix is known")]).text == (
-        "left:      IST801: no fix is known"
+    assert repaired_command(command, (), [(lost, "no known fix works")]).text == (
+        "left:      IST801: no known fix works"
     )
 
 
@@ -291,11 +291,11 @@ def test_what_is_left_is_found_in_a_check_of_the_repaired_command():
 
     def remaining(changed):
         checked.append(changed)
-        return [(in_the_check, "no fix is known")]
+        return [(in_the_check, "no known fix works")]
 
     left = [(in_the_trace, "")]
     repaired = repaired_command(command, [fix], left, present=False, remaining=remaining)
-    assert repaired.text.endswith("--dtype float32\nleft:      IST404: no fix is known")
+    assert repaired.text.endswith("--dtype float32\nleft:      IST404: no known fix works")
     assert (checked[0]["device"], checked[0]["dtype"]) == ("t4", "float32")
     assert repaired_command(command, [], left, remaining=remaining).unresolved == left
 

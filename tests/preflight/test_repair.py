@@ -169,7 +169,7 @@ def test_what_is_left_says_why() -> None:
     unknown, yours = broken("a"), broken("b", TALK)
     chosen, left = plan(report_of(unknown, yours, clears={}))
     assert chosen == []
-    assert left == [(unknown, "no fix is known"), (yours, "yours to do: ask the author")]
+    assert left == [(unknown, "no known fix works"), (yours, "yours to do: ask the author")]
 
 
 def test_what_is_left_beside_another_fix_still_names_what_the_caller_can_do() -> None:
@@ -254,7 +254,7 @@ def test_settings_and_lines_are_handed_to_the_caller() -> None:
         "to do     write bfloat16",
         "set       autocast=bfloat16",
         "edit      model.py:3: bfloat16",
-        "left      IST101: c is wrong: no fix is known",
+        "left      IST101: c is wrong: no known fix works",
         "total     3 findings: 2 resolved after the changes above, 1 left",
     ]
 

@@ -271,7 +271,7 @@ def test_what_only_the_caller_can_do_is_not_counted_as_repaired() -> None:
     assert "isotype.repair" not in text
     orders = ["IST101: run the step under autocast", "IST101: cast the operands (in a library's code)"]
     assert f"to do      {orders[0]}\n           {orders[1]}\n" in text
-    assert "left       no fix is known for 1 of 3 findings\n" in text
+    assert "left       no known fix works for 1 of 3 findings\n" in text
     assert "cast the operands   (in a library's code; safe; verified)" in text
     counts = json.loads(report.to_json())["resolved_by"]
     assert counts == {"repair": 0, "unsafe": 0, "untried": 0, "caller": 2, "left": 1}

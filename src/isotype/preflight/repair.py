@@ -219,7 +219,7 @@ def unresolved(report: Report) -> list[tuple[Finding, str]]:
 
 def _reason(finding: Finding, unsafe: bool) -> str:
     if not finding.fixes:
-        return "no fix is known"
+        return "no known fix works"
     fixes = by_preference(finding.fixes, unsafe=unsafe)
     proven = next((fix for fix in fixes if fix.works), None)
     if proven is not None and _is_excluded(proven, unsafe):

@@ -73,8 +73,9 @@ def codes_set_at(module: nn.Module) -> str:
 def _loading(
     load: Callable[..., None], module: Any, states: Mapping[str, Any], prefix: str, *rest: Any
 ) -> None:
-    state, new = quantization_state(module), states.get(f"{prefix}weight")
-    codes = None if state is None or is_sharded(module.weight) else module.weight
+    state: Any = quantization_state(module)
+    new: Any = states.get(f"{prefix}weight")
+    codes: Any = None if state is None or is_sharded(module.weight) else module.weight
     fits = codes is not None and new is not None and (new.shape, new.dtype) == (codes.shape, codes.dtype)
     changes = fits and not torch.equal(new.to(codes.device), codes)
     load(module, states, prefix, *rest)

@@ -56,7 +56,7 @@ class Check(Record):
         """Number of errors and warnings in each of the groups below. A finding's first fix decides its group.
 
         `repair`: `isotype.repair` applies the fix. `unsafe`: `isotype.repair` applies the fix with `unsafe=True`.
-        `caller`: the user applies the fix. `untried`: the fix was not verified. `left`: no fix is known.
+        `caller`: the user applies the fix. `untried`: the fix was not verified. `left`: no known fix works.
         """
         return {kind: len(findings) for kind, findings in repair_outlook(self).items()}
 

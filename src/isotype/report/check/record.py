@@ -142,7 +142,7 @@ def repair_outlook(report: Record) -> dict[Outlook, tuple[Finding, ...]]:
     """Group the errors and warnings by their first fix.
 
     `repair`: `isotype.repair` applies the fix. `unsafe`: `isotype.repair` applies the fix with `unsafe=True`. `caller`:
-    the user applies the fix. `untried`: the fix was not verified. `left`: no fix is known.
+    the user applies the fix. `untried`: the fix was not verified. `left`: no known fix works.
     """
     outlooks = grouped((*report.errors, *report.warnings), _outlook)
     return {kind: tuple(outlooks.get(kind, ())) for kind in get_args(Outlook)}

@@ -231,7 +231,7 @@ def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
         ("unsafe", f"{unsafe} by an unsafe change"),
         ("untried", f"isotype.repair(model, report) tries the fixes of {share['untried']}"),
         *[("caller", order) for order in _orders(outlook["caller"], commands)],
-        ("left", f"no fix is known for {share['left']}"),
+        ("left", f"no known fix works for {share['left']}"),
     ]
     labels = {"caller": "to do"}
     steps = [(labels.get(group, group), text) for group, text in rows if outlook[group]]
