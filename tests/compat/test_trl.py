@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import trl
 import trl.trainer.utils
 from torch import nn
 from trl.kernels import chunked_logprob
@@ -22,6 +23,7 @@ from isotype.compat.trl import (
     head_arguments,
     headless_forward,
     incompatibilities,
+    inputs_of_policy,
     is_fused_forward,
     lacking,
     lacking_inside,
@@ -31,6 +33,12 @@ from isotype.preflight.run import run
 from isotype.records.request import StepRequest
 
 SOURCE = Path(isotype.__file__).parent
+
+
+@pytest.mark.parametrize("trainer", [trl.GRPOTrainer, trl.RLOOTrainer])
+def test_trainers_of_policies_name_the_inputs_of_the_model(trainer: type) -> None:
+    assert {"input_ids", "attention_mask", "pixel_values", "image_sizes"} < inputs_of_policy(trainer)
+    assert "batch_num_images" not in inputs_of_policy(trainer)
 
 
 def test_the_arguments_of_a_head_are_in_the_closure_of_its_forward() -> None:

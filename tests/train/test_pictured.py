@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, Json, List
 from datasets import Image as Pictures
+from transformers import Gemma3Processor
 
 from isotype.cli.main import main
 from isotype.core.errors import DataError, UsageError
@@ -328,6 +329,29 @@ def test_prompts_of_several_lengths_have_their_types_at_their_images(method, tmp
     assert main([method, *flags.split()]) == 0, capsys.readouterr()
     assert seen
     assert all(seen)
+
+
+def test_a_processor_with_outputs_that_the_trainer_lacks_is_refused(tmp_path, monkeypatch, capsys):
+    """TRL's GRPO passes all outputs of the processor to a method that lacks `rows`, and raises TypeError in the first step."""
+    monkeypatch.chdir(tmp_path)
+    save_vision_model("gemma3", tmp_path / "model")
+    picture(40, 30).save("a.png")
+    Path("t.jsonl").write_text(json.dumps({"prompt": "<image>w1", "images": ["a.png"]}) + "\n")
+    real = Gemma3Processor.__call__
+    monkeypatch.setattr(
+        Gemma3Processor, "__call__", lambda *args, **named: real(*args, **named) | {"rows": 1}
+    )
+    flags = "--model_name_or_path model --dataset_name t.jsonl --output_dir out --device cpu --reward_funcs tests.train.tiny.reward_by_words"
+    refusals = []
+    for command in (["grpo"], ["check", "grpo"]):
+        assert main([*command, *flags.split()]) == 2
+        refusals.append(capsys.readouterr().err.partition("error: ")[2])
+    assert refusals[0] == refusals[1]
+    assert refusals[0].splitlines()[1:4] == [
+        "  - train, row 1: Gemma3Processor returns rows for images",
+        "    expected  outputs that GRPOTrainer of TRL passes to the model",
+        "    fix       train this model by sft, or on rows without images",
+    ]
 
 
 def test_a_batch_without_pictures_gets_one_where_every_process_must_run_the_tower():

@@ -109,6 +109,11 @@ def put_completions(trainer: Any, completions: Mapping[str, Any] | None) -> None
         trainer._buffered_inputs = send_to_device(completions["batches"], trainer.args.device)
 
 
+def inputs_of_policy(trainer_class: type) -> frozenset[str]:
+    """Return the names of the inputs that GRPO's or RLOO's trainer class passes to the model, with those of its loss."""
+    return frozenset(inspect.signature(trainer_class._get_per_token_logps_and_entropies).parameters)  # type: ignore[attr-defined]
+
+
 def prompts_of(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return a GRPO or RLOO trainer's inputs for the generation: padded prompts, and images.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from isotype.compat.templates import ERRORS, render_chat
+from isotype.compat.trl import inputs_of_policy
 from isotype.core.console import with_bar
 from isotype.core.errors import DataError, Problem, UsageError, one_line
 from isotype.core.names import listed, plural
@@ -157,10 +158,20 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
     collator = Pictured(tokenizer)
     for at in range(0, len(rows), max(1, -(-len(rows) // _TRIED))):
         try:
-            collator.encoded([collator.written(rows[at], name) for name in answers_in(rows[at])])
+            batch, _ = collator.encoded([collator.written(rows[at], name) for name in answers_in(rows[at])])
         except (TemplateError, OSError, *ERRORS) as error:
             expected = "turns and images that the model's processor takes"
             yield Problem(f"{split}, row {at + 1}: {one_line(error)}", expected, "correct the row")
+            continue
+        if settings.method.loss == "policy":
+            trainer = settings.method.trainer_class()
+            if surplus := sorted(batch.keys() - inputs_of_policy(trainer)):
+                what = (
+                    f"{split}, row {at + 1}: {type(tokenizer).__name__} returns {listed(surplus)} for images"
+                )
+                expected = f"outputs that {trainer.__name__} of TRL passes to the model"
+                yield Problem(what, expected, "train this model by sft, or on rows without images")
+                return
 
 
 def fitting(
