@@ -404,6 +404,27 @@ def test_a_sparse_product_under_autocast_keeps_the_order_of_its_operands(autocas
     assert refusals == ([] if autocast else ["expected scalar type Float but found BFloat16"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_the_backward_of_a_sparse_product_gets_the_matrix_before_autocasts_cast(dtype: torch.dtype) -> None:
+    edges, x, model = torch.eye(4, dtype=dtype).to_sparse(), torch.randn(4, 4), nn.Linear(4, 4)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return torch.sparse.mm(edges, model(x)).float().mean()
+
+    report = isotype.check(model, loss, device="cpu", autocast=BF16)
+    with torch.autocast("cpu"):
+        value = loss(model)
+    if dtype == BF16:
+        value.backward()
+        assert not report.errors
+        return
+    with pytest.raises(RuntimeError) as raised:
+        value.backward()
+    (finding,) = report.errors
+    assert (finding.code, finding.phase) == ("IST105", "backward")
+    assert f"the device raises: {raised.value}" in finding.notes
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("device", "refused"), [("rtx3090", True), ("cpu", False)])
 def test_attention_inside_of_multi_head_attention_runs_as_on_the_device(

@@ -159,6 +159,8 @@ class Functions(TorchFunctionMode):
             sparse = name == _SPARSE_PRODUCT
             if cast and (recorder.edited() is None if sparse else self._foreign):
                 result = self._autocast(func, name, args, kwargs)
+                if sparse and not self._foreign and result.requires_grad and args[0].dtype != result.dtype:
+                    result.register_hook(partial(self._of_sparse, args[0]))
             else:
                 result = self._call(func, args, kwargs)
             recorder.note_unchanged(name, next(iter(args), None), result)
@@ -187,6 +189,13 @@ class Functions(TorchFunctionMode):
                 operands = [("input", value), ("weight", weight)]
                 self._recorder.note(f"torch.{layer.mode.lower()}", operands, breach)
             self._refused = weight.dtype
+
+    def _of_sparse(self, matrix: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Record that the backward of a sparse product raises: autograd has stored the matrix before autocast's cast."""
+        dtypes = matrix.dtype, gradient.dtype, matrix.dtype
+        refused = self._recorder.contracts.refusal("aten._sparse_addmm.default", dtypes)
+        breach = Breach("" if refused is None else refused.message, False, gradient.dtype)
+        self._recorder.note("aten._sparse_addmm_backward", [("self", matrix), ("grad", gradient)], breach)
 
     def _within(self, tensor: torch.Tensor, index: torch.Tensor) -> Any:
         """Return `index` modulo the number of rows, because an expert index that the trace assumes may be too large."""
