@@ -122,6 +122,15 @@ def test_layers_whose_weights_a_module_reads(error: str) -> None:
     assert not list(find(other))
 
 
+def test_a_buffer_that_holds_the_codes_of_a_quantized_weight() -> None:
+    """MNoorFawi/curlora #5: an adapter keeps `layer.weight` as a buffer."""
+    base = replace(packed(), shape=(2048, 1))
+    buffer = weight("adapter.W", base.dtype, shape=(2048, 1), kind="other", buffer=True)
+    failure = Failure("forward", "adapter", "model.py:1", COLUMN)
+    (finding,) = find(trace([base, buffer], failure=failure))
+    assert finding.cause == "adapter.W holds packed codes of shape [2048, 1]"
+
+
 def test_a_column_that_is_no_code() -> None:
     failure = Failure("forward", "scale", "model.py:1", COLUMN)
     column = weight("scale.table", torch.uint8, shape=(2048, 1), kind="other", buffer=True)

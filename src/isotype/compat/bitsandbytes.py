@@ -43,6 +43,12 @@ def nothing_repacked() -> AbstractContextManager[None]:
     return replaced(modules, REPACK, lambda weight, state: (weight, state))
 
 
+def plain_casts() -> AbstractContextManager[None]:
+    """Return a context for fake tensors, which cannot become a `Params4bit`: `weight.to(dtype)` returns a plain tensor."""
+    modules = sys.modules.get(QUANTIZED_LAYERS)
+    return replaced(getattr(modules, "Params4bit", None), "to", torch.Tensor.to)
+
+
 # ------------------------------------------------------------- 4-bit weights whose rows end inside a block
 # bitsandbytes quantizes blocks of the flat weight. Its AVX512 kernel (0.50.2, `dequantizeBlockwise4bitCpu` in
 # csrc/cpu_ops.cpp; other kernels: https://github.com/bitsandbytes-foundation/bitsandbytes/pull/2072) reads constants as

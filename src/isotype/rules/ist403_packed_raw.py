@@ -184,7 +184,7 @@ def _cause(failure: Failure, owners: Mapping[str, Weight]) -> tuple[str, Fix] | 
     if column is not None:
         columns = int(column[1] or column[2] or column[3])
         inside = f"{failure.module}." if failure.module else ""
-        packed = [w for w in owners.values() if _is_column(w) and w.shape[0] % columns == 0]
+        packed = [w for w in owners.values() if _is_column(w, owners) and w.shape[0] % columns == 0]
         near = next((w for w in packed if w.name.startswith(inside)), None)
         if near is None:
             return None
@@ -210,10 +210,17 @@ def _layer(weight: str) -> str:
     return ".".join(base_name(weight).split(".")[:-1][-2:])
 
 
-def _is_column(weight: Weight) -> bool:
-    """Return True if a weight is one column of codes, the shape of bitsandbytes' packed 4-bit weights."""
-    codes = weight.quantization is not None or (not weight.buffer and weight.dtype in _CODES)
-    return codes and weight.shape[-1:] == (1,)
+def _is_column(weight: Weight, owners: Mapping[str, Weight]) -> bool:
+    """Return True if a weight is one column of codes, the shape of bitsandbytes' packed 4-bit weights.
+
+    A buffer has the codes of a quantized weight if it has the weight's dtype and shape.
+    """
+    if weight.shape[-1:] != (1,) or (weight.quantization is None and weight.dtype not in _CODES):
+        return False
+    same = (
+        w for w in owners.values() if w.quantization and (w.dtype, w.shape) == (weight.dtype, weight.shape)
+    )
+    return not weight.buffer or next(same, None) is not None
 
 
 def _unpack(weight: Weight, failure: Failure) -> Fix:

@@ -1493,6 +1493,36 @@ def test_layers_in_threads_do_not_get_the_autocast_of_the_step(
 _NOT_RECORDED = "the operators that the model ran in other threads were not recorded"
 
 
+@pytest.mark.parametrize("flags", [(), ("--no-preflight",)])
+@pytest.mark.parametrize("codes", ["layer.weight.to(x.dtype)", "weight + scale"])
+def test_codes_that_a_forward_casts_are_named(codes: str, flags: tuple[str, ...], runs: Runs) -> None:
+    """unslothai/unsloth-zoo #1132, MNoorFawi/curlora #5: the shapes raise the error, whatever the dtypes are."""
+    status, _, err = runs(
+        f"""
+import bitsandbytes as bnb
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = bnb.nn.Linear4bit(64, 64, bias=False).to("cpu")
+        self.scale = nn.Parameter(torch.zeros(1))
+        self.register_buffer("weight", self.layer.weight.data)
+    def forward(self, x):
+        layer, weight, scale = self.layer, self.weight, self.scale
+        return x * scale.to(x.dtype) @ ({codes}).T
+net = Reads()
+optimizer = torch.optim.SGD([net.scale], lr=0.1)
+net(torch.ones(2, 64, dtype=torch.float16)).sum().backward()
+""",
+        *flags,
+    )
+    assert status == 1
+    assert "error[IST403]: packed codes are used as a weight" in err
+    assert "holds packed codes of shape [2048, 1]" in err
+    assert "not the cause" not in err
+    assert "IST102" not in err
+    assert "Params4bit" not in err
+
+
 @pytest.mark.parametrize("broken", [True, False])
 def test_any_error_of_a_layer_with_a_replaced_4bit_weight_was_predicted(broken: bool, runs: Runs) -> None:
     """bitsandbytes raises an AssertionError without a message."""

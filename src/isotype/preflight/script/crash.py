@@ -43,6 +43,7 @@ from isotype.rules import (
     ist307_no_gradient,
     ist308_clipped_scaled,
     ist309_not_trained,
+    ist403_packed_raw,
     judge,
 )
 from isotype.rules.kit.groups import code_of
@@ -159,20 +160,34 @@ class Crash:
         if error is not None and self._explain_by_other(error, call.phase == "generate"):
             return
         refused = recorder.contracts.refusal(call.op, (operand.dtype for operand in call.operands))
-        if refused is None and not _ABOUT_DTYPES.search(text):
-            foreseen = _matching(self.report, call, ())
+        first, _, _ = text.strip().partition("\n")
+        headline = f"{name}: {first}"
+        if not _ABOUT_DTYPES.search(text):
+            foreseen = None if refused else _matching(self.report, call, ())
             if foreseen is not None and foreseen.findings[0].op == call.op:
                 self.output.say("predicted before the step:")
                 self.output.render(foreseen)
                 return
-            at = f" in {call.module}" if call.module else ""
-            self.output.say(f"{call.op}{at} ({call.phase}) raised this error; dtypes are not the cause:")
-            self.output.call(call)
-            return
+            if self._explain_by_codes(call, headline):
+                return
+            if refused is None:
+                at = f" in {call.module}" if call.module else ""
+                self.output.say(f"{call.op}{at} ({call.phase}) raised this error; dtypes are not the cause:")
+                self.output.call(call)
+                return
         # The script has caught the errors of other operators. So these are no breaches.
         recorder.calls[:] = [c if c is call else replace(c, breach=None) for c in recorder.calls]
-        first, _, _ = text.strip().partition("\n")
-        self._diagnose(call, f"{name}: {first}")
+        self._diagnose(call, headline)
+
+    def _explain_by_codes(self, call: Call, headline: str) -> bool:
+        """Report packed codes that the failed operator read as if they were the weight. Return True if it did."""
+        setup = self.setup()
+        if setup is None:
+            return False
+        trace = self.watch.trace(setup, Failure(call.phase, call.module, call.source, headline))
+        if codes := findings_of(judge(trace), ist403_packed_raw):
+            self.output.render(Report(trace, tuple(codes)))
+        return bool(codes)
 
     def _explain_elsewhere(self, error: BaseException) -> None:
         """Explain a dtype error that an operator raises after the recorded step, or that other code raises."""

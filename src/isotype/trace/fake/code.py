@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from isotype.compat.bitsandbytes import nothing_repacked
+from isotype.compat.bitsandbytes import nothing_repacked, plain_casts
 from isotype.compat.compiler import uncompiled
 from isotype.compat.lightning import as_in_fabric_backward
 from isotype.compat.torch import ORIGINAL, fake_errors_unlogged, no_saved_tensor_hooks
@@ -74,6 +74,7 @@ def surroundings() -> Iterator[None]:
         uncompiled(),
         fakes_taken_for_real(),
         nothing_repacked(),
+        plain_casts(),
         as_in_fabric_backward(),
         torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
     ):
