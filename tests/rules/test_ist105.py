@@ -38,3 +38,4 @@ def test_the_backward_of_a_loss_calls_no_function() -> None:
     (finding,) = found(RULE, step)
     assert finding.op.startswith("aten.huber_loss_backward")
     assert "Function" not in "".join(fix.description for fix in finding.fixes)
+    assert finding.fixes[0].description.startswith("compute the loss in float32")

@@ -224,3 +224,27 @@ def test_a_product_that_refuses_integers_is_one_finding() -> None:
     assert [fix.description for fix in finding.fixes] == [
         "cast the int64 tensor to float32 at test_ist111.py:28"
     ]
+
+
+class Masked(nn.Module):
+    """Attention with the mask of a tokenizer, which has zeros and ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8, dtype=torch.bfloat16)
+
+    def forward(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        heads = self.project(states)[:, None]
+        return F.scaled_dot_product_attention(heads, heads, heads, mask[:, None, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_an_integer_mask_of_attention(dtype: torch.dtype) -> None:
+    """seal-rg/recurrent-pretraining #23. A cast to the queries' dtype would add 1 to the scores."""
+    mask = torch.ones(2, 6, dtype=dtype)
+    step = traced(Masked(), {"states": torch.zeros(2, 6, 8, dtype=torch.bfloat16), "mask": mask})
+    (finding,) = found("ist111_integers", step)
+    assert finding.message == f"scaled_dot_product_attention does not take this {dtype_name(dtype)} tensor"
+    assert finding.cause == f"the input mask is {dtype_name(dtype)}"
+    assert finding.fixes[0].description.startswith("call .bool() on the mask at test_ist111.py:")
+    assert step.failure is None

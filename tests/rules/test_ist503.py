@@ -4,12 +4,14 @@ import copy
 import re
 from typing import Any
 
+import bitsandbytes as bnb
 import peft
 import pytest
 import torch
 from torch import nn
 
 import isotype
+from isotype.model.quantized import dense_weight
 from tests.adapters import adapted
 from tests.models import one_layer, tiny_batch
 from tests.rules.samples import BF16, FP16, FP32, adapter, call, operand, trace, weight
@@ -160,3 +162,26 @@ def test_the_optimizer_and_what_only_comes_of_a_weight_are_silent() -> None:
     activation = call("aten.add_.Tensor", operand(BF16, "parameter", base.name, (2, 16, 64)))
     again = call("aten.add.Tensor", itself, operand(FP32, "parameter", delta.name, delta.shape))
     assert found(RULE, trace([base, delta], [stepped, activation, again])) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*erge lora module to 4-bit")
+def test_a_merge_into_nf4_applies_little_and_changes_the_base() -> None:
+    torch.manual_seed(0)
+    layer = bnb.nn.Linear4bit(256, 256, bias=False, quant_type="nf4", compute_dtype=BF16)
+    layer.weight = bnb.nn.Params4bit(torch.randn(256, 256) * 0.03, quant_type="nf4", requires_grad=False)
+    net: Any = nn.Sequential(layer).to("cpu")
+    net.is_loaded_in_4bit = True
+    model: Any = peft.get_peft_model(net, peft.LoraConfig(r=8, target_modules=["0"], init_lora_weights=False))
+    tuned = model.base_model.model[0]
+    before, delta = dense_weight(tuned.base_layer).float(), tuned.get_delta_weight("default").detach()
+    with torch.no_grad():
+        tuned.lora_B["default"].weight *= 0.01 * before.norm() / delta.norm()
+    update = tuned.get_delta_weight("default").detach()
+    model.merge_adapter()
+    merged = dense_weight(tuned.base_layer).float() - before
+    assert (merged * update).sum() / update.square().sum() < 0.1
+    model.unmerge_adapter()
+    for _ in range(30):
+        model.merge_adapter()
+        model.unmerge_adapter()
+    assert 0.1 < (dense_weight(tuned.base_layer).float() - before).norm() / before.norm() < 0.3

@@ -3,7 +3,7 @@
 import linecache
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import cache
 from itertools import chain, islice, takewhile
 from pathlib import Path
@@ -58,6 +58,19 @@ def asking_line() -> tuple[str, int] | None:
     """Return (file, line) of `asking_frame`; None if there is no frame."""
     frame = asking_frame()
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_in(folder: str, functions: Container[str]) -> str:
+    """Return `file:line` of the innermost frame of these functions in files of `folder`; "" if none of them is running."""
+    frames = ((frame.f_code, line) for frame, line in walk_stack(frame_above(2)))
+    return next(
+        (
+            f"{c.co_filename}:{line}"
+            for c, line in frames
+            if c.co_name in functions and folder in c.co_filename
+        ),
+        "",
+    )
 
 
 def raising_line(error: BaseException) -> str:

@@ -5,7 +5,8 @@ table that the operator reads, or the operator does not accept the tensor's dtyp
 
 **Why it happens.** An index is too large if a token was added to the tokenizer but the embeddings were not resized. Or
 rows are longer than the table of positions, or labels are not below the number of classes. A dtype is refused if labels
-from NumPy are int32, or if a bool mask is subtracted (`1 - mask`). Or integer one-hot rows are multiplied with a float
+from NumPy are int32, if a bool mask is subtracted (`1 - mask`), or if attention gets
+a tokenizer's mask of zeros and ones. Or integer one-hot rows are multiplied with a float
 weight, or two integer matrices are multiplied on a GPU. Code that casts a whole batch to a float dtype also casts its
 token ids, labels and masks.
 
@@ -28,7 +29,7 @@ them with the adapter (`modules_to_save`, `trainable_token_indices`). Shorter ro
 tensors are exact, but no cast restores ids that a float dtype has rounded.
 
 **Seen in** huggingface/transformers #11102, #12763; mickeysjm/R-BERT #5; meta-llama/llama-cookbook #189;
-deepspeedai/DeepSpeed #5701; QwenLM/Qwen3 #44; intel/auto-round #1380.
+deepspeedai/DeepSpeed #5701; QwenLM/Qwen3 #44; intel/auto-round #1380; seal-rg/recurrent-pretraining #23.
 """
 
 from dataclasses import replace
@@ -112,6 +113,7 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
     how = (
         _without_floats(call, refused, line) if refused.dtype.is_floating_point
         else f"call .long() on the labels{line}" if "nll_loss" in name
+        else f"call .bool() on the mask{line}" if "attention" in name
         else f"write ~mask instead of 1 - mask{line}" if name in ("sub", "sub_", "rsub")
         else f"cast the {dtype} tensor to {dtype_name(call.floats[0].dtype)}{line}" if call.floats
         else f"cast the operands to a float dtype{line}"

@@ -74,7 +74,7 @@ def _is_counter(call: Call) -> bool:
     first = call.operands[0]
     counter = first.dtype in EXACT_INTEGERS and all(math.prod(o.shape) == 1 for o in call.operands)
     one = call.numbers == (("alpha", 1.0),) if foreach else not call.numbers and len(call.operands) == 1
-    return counter and one and first.origin.cause.kind in ("constant", "outside")
+    return counter and one and first.origin.cause.kind in ("constant", "data", "outside")
 
 
 def _counts(call: Call, before: Call | None) -> bool:

@@ -253,6 +253,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             return Origin("constant", tensor.dtype, FROM_NUMPY, self.module, source)
         if isinstance(tensor, nn.Parameter) and not self._frames:  # such as the head's, in a loss by chunks
             return Origin("data", tensor.dtype, name_in_process(tensor), source=source)
+        if self.phase == "forward" and not self._frames:  # the loss of a script, with its targets
+            return Origin("data", tensor.dtype, "", source=source)
         kept = "a tensor that the code stores outside of the model"
         return Origin("outside", tensor.dtype, kept, self.module, source)
 

@@ -341,6 +341,36 @@ for _ in range({steps}):
 
 
 @pytest.mark.parametrize(
+    ("layer", "bits"),
+    [("Linear4bit(64, 64)", "4-bit"), ("Linear8bitLt(64, 64, has_fp16_weights=False)", "int8")],
+    ids=["4-bit", "int8"],
+)
+def test_a_merge_into_quantized_weights_is_reported(runs: Runs, layer: str, bits: str) -> None:
+    """huggingface/peft #2501: GRPO with QLoRA merges the adapter before each rollout."""
+    script = f"""
+import bitsandbytes as bnb
+import peft
+net = nn.Sequential(bnb.nn.{layer}).to("cpu")
+net.is_loaded_in_4bit = net.is_loaded_in_8bit = True
+model = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0"]))
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+for _ in range(2):
+    model(torch.ones(2, 64)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    MERGE
+"""
+    status, _, err = runs(
+        script.replace("MERGE", "model.merge_adapter(); model.unmerge_adapter()"), "--no-preflight"
+    )
+    assert status == 0
+    assert f"warning[IST503]: adapters are merged into {bits} weights: most of a small update is lost" in err
+    assert "   = cause  at bnb.py:" in err
+    status, _, err = runs(script.replace("MERGE", "pass"), "--no-preflight")
+    assert (status, "IST503" in err) == (0, False)
+
+
+@pytest.mark.parametrize(
     ("code", "cause"),
     [
         ("model.merge_and_unload()", "merge_and_unload() at train.py:{} has removed the adapters"),
@@ -421,7 +451,7 @@ with torch.no_grad():
 """
     status, _, err = runs(script)
     assert status == 1
-    assert "isotype: a trace of another model of the script, Vae, explains the error:" in err
+    assert "isotype: a trace of the call of Vae explains the error:" in err
     assert "  --> conv   torch.conv2d" in err
     assert "= cause  the input pixels is float32" in err
 
@@ -705,7 +735,7 @@ losses = [F.cross_entropy(F.linear(part, model.lm_head.weight), labels) for part
             (
                 "|   parameter  bfloat16  [32, 8]   embed.weight",
                 "|   exp_avg  float32  [32, 8]",
-                "= help   create the optimizer after the last cast of the model, or load the optimizer's state again",
+                "= help   create the optimizer after the last cast of the model, or load its state again; if only",
             ),
         ),
         (  # jsikyoon/dreamer-torch #2, SheldonTsui/GOF_NeurIPS2021 #2
@@ -730,9 +760,49 @@ def test_a_crash_between_steps_is_shown_with_what_met_there(
 ) -> None:
     status, _, err = runs(script, "--no-preflight")
     assert status == 1
-    assert "last known step runs clean: the cause is elsewhere\n  --> " in err
+    cast = "the script has cast" in err
+    assert f"last known step runs clean{'' if cast else ': the cause is elsewhere'}\n  --> " in err
     for line in lines:
         assert line in err
+
+
+def test_a_cast_for_a_validation_is_named_as_the_cause(runs: Runs) -> None:
+    """huggingface/diffusers #13895: the pipeline of a validation shares the trained model, and casts it."""
+    status, _, err = runs(
+        "model = Net(torch.float32).float()\noptimizer = torch.optim.AdamW(model.parameters())\n"
+        "for epoch in range(2):\n    model(ids, ids)[1].backward()\n    optimizer.step()\n"
+        "    optimizer.zero_grad()\n    with torch.no_grad(): model.half()(ids)\n"
+    )
+    assert status == 1
+    assert "the script has cast embed.weight and others from float32 to float16: cast at train.py:" in err
+    assert "if only a validation needs the cast, cast a copy of the model" in err
+
+
+def test_a_target_of_the_scripts_own_loss_is_no_scratch_tensor(runs: Runs) -> None:
+    """67372a/LoRA_Easy_Training_Scripts #8: the loss accepts a float32 target, and its backward refuses it."""
+    status, _, err = runs(
+        "model, target = Net(), torch.zeros(2, 6, 16)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "F.huber_loss(model(ids)[0], target).backward()\n"
+    )
+    assert status == 1
+    assert "error[IST105]: float32 instead of bfloat16 in the backward" in err
+    assert "   = cause  a tensor in the loss function is float32 at train.py:" in err
+    assert (
+        "   = help   compute the loss in float32: write .float() after the prediction and the target" in err
+    )
+    assert "IST406" not in err
+
+
+def test_a_wrapper_of_the_evaluated_model_is_no_other_model(runs: Runs) -> None:
+    """hiyouga/LlamaFactory #4139: a script that only predicts."""
+    status, _, err = runs(
+        "class Wrapper(nn.Module):\n    def __init__(self): super().__init__(); self.net, self.out = Net(), nn.Linear(32, 2)\n"
+        "    def forward(self, ids): return self.out(self.net(ids)[0].bfloat16())\n"
+        "with torch.no_grad(): Wrapper()(ids)\n"
+    )
+    assert status == 1
+    assert "error[IST101]" in err
+    assert "another model of the script" not in err
 
 
 _UNDER_AUTOCAST = """

@@ -289,6 +289,18 @@ def test_row_scales_that_bitsandbytes_loses_on_a_cpu() -> None:
     assert _explanation(lambda _: None.unsqueeze(1), layer) is None  # type: ignore[attr-defined]
 
 
+def test_a_tensor_that_is_assigned_to_a_parameter() -> None:
+    """cloneofsimo/lora #205: float16 values of a checkpoint; the error names their dtype."""
+
+    def act(model: nn.Module) -> None:
+        model[0].weight = torch.zeros(2, 2, dtype=torch.bfloat16)  # type: ignore[index]
+
+    known = _explanation(act, nn.Linear(2, 2))
+    assert known is not None
+    assert known[0] == "weight is a parameter, and the assigned tensor is not; its dtype is not the cause"
+    assert "module.weight.copy_(tensor)" in known[1]
+
+
 def test_a_misspelt_argument() -> None:
     from peft import LoraConfig
     from transformers import LlamaConfig, LlamaForCausalLM

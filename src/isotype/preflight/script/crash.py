@@ -241,9 +241,8 @@ class Crash:
             self.output.say(f"a trace of the script's last known step ended in {end.phase}: {end.error}")
         else:
             without = f", without {listed(report.trace.untraced)}," if report.trace.untraced else ""
-            self.output.say(
-                f"a trace of the script's last known step{without} runs clean: the cause is elsewhere"
-            )
+            elsewhere = "" if self.casts else ": the cause is elsewhere"
+            self.output.say(f"a trace of the script's last known step{without} runs clean{elsewhere}")
             self.output.outside(outside(error, model, report.trace, self.unloads.lines))
             for optimizer in stepped_at(error) if NOTHING_UNSCALED in text and recorder is not None else []:
                 self.watch.weigh_gradients(optimizer)
@@ -318,7 +317,9 @@ class Crash:
             if inside.isdisjoint(map(id, model.modules()))
             or (evaluates and call[1] and id(model) not in inside)
         ]
-        return self._explain_by_call(error, other, "another model of the script, {},")
+        seen = any(not inside.isdisjoint(map(id, unwrapped(call[0]).modules())) for call in other)
+        of = "the call of {}" if seen else "another model of the script, {},"
+        return self._explain_by_call(error, other, of)
 
     def _explain_by_call(
         self, error: BaseException, calls: Sequence[tuple[nn.Module, str, Any, Any]], of: str

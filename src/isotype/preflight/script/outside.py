@@ -106,7 +106,7 @@ def _help(error: BaseException, source: str, optimizes: bool, dtypes: set[torch.
     if "ScalarType BFloat16" in str(error):
         return f"NumPy has no bfloat16: write .float() before .numpy() at {short(source)}"
     if optimizes:
-        return "create the optimizer after the last cast of the model, or load the optimizer's state again"
+        return "create the optimizer after the last cast of the model, or load its state again; if only a validation needs the cast, cast a copy of the model"
     place = f"before {short(source)} gets them" if in_library(source) else f"at {short(source)}"
     return f"cast the tensors to one dtype {place}" if len(dtypes) > 1 else ""
 
@@ -125,7 +125,7 @@ def _without_gradients(error: BaseException, model: nn.Module, names: Mapping[in
         return ""
     parameters = [parameter for optimizer in stepped_at(error) for parameter in parameters_of(optimizer)]
     named = and_others(names.get(id(parameter), f"{list(parameter.shape)}") for parameter in parameters)
-    return f"no parameter of this optimizer ({named}) has a gradient: {how}, or do not call step() on it"
+    return f"no parameter of this optimizer ({named}) has a gradient: {how}; create the optimizer after the last change of the model; or do not call step() on it"
 
 
 def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:

@@ -247,6 +247,9 @@ class Functions(TorchFunctionMode):
                     return self._call(
                         func, *without_floats((args, kwargs), tensors, f"torch.{name_of(func)}")
                     )
+                if target == torch.bool:
+                    of_masks, of_masks_named = with_tensors_in(target, (args, kwargs), _INTEGERS)
+                    return self._call(func, of_masks, of_masks_named)
                 converted, named = with_tensors_in(target, (args, kwargs))
                 result = run(*converted, **named)
                 return in_operands_dtype(result, given_tensors(args, kwargs), target)
@@ -279,6 +282,7 @@ def name_of(func: Any) -> str:
     return str(getattr(func, "__name__", ""))
 
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _OF_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 _LEAST_SHARE, _LEAST = 0.01, 1 << 20
 """A note reports attention scores that take at least this share of the step's peak memory, and this many bytes."""

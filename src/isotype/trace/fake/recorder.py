@@ -367,7 +367,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------------------------------- above the operators
 
     def composite(self, func: Any, args: Any, kwargs: Any, error: Exception) -> torch.dtype | None:
-        """Record a function that raised `error` before any operator ran. Return its operands' new dtype; None to raise it."""
+        """Record a function that raised `error` before any operator ran. Return its operands' new dtype; None to raise it.
+
+        int64 is the dtype of indices, and bool the dtype of masks.
+        """
         tensors = given_tensors(args, kwargs)
         floats = [tensor for _, tensor in tensors if tensor.dtype in FLOATS]
         dtypes = {tensor.dtype for tensor in floats}
@@ -375,6 +378,10 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         if float_indices(name, [tensor.dtype for _, tensor in tensors]) and is_about_dtypes(error):
             self.note(name, tensors, Breach(first_line(error), False, None))
             return torch.int64
+        integer = named_integer(str(error), (tensor.dtype for _, tensor in tensors))
+        if integer is not None and _ABOUT_MASKS in str(error):
+            self.note(name, tensors, Breach(first_line(error), False, torch.bool))
+            return torch.bool
         # An autocast list that promotes raises an error for the other 16-bit dtype (at::autocast::prioritize).
         cast = torch.get_autocast_dtype("cpu") if "autocast" in str(error) else None
         alone = len(dtypes) + (cast is not None) < 2
@@ -382,7 +389,7 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
         narrow = all(dtype.itemsize < torch.float32.itemsize for dtype in dtypes)
         if not floats or not is_about_dtypes(error) or (alone and not narrow):
             return None
-        if named_integer(str(error), (tensor.dtype for _, tensor in tensors)) is not None:
+        if integer is not None:
             return None  # no cast of the float operands helps
         edited = self.edited()
         if edited is not None:
@@ -447,6 +454,7 @@ _DTYPE_WORDS = re.compile(
     re.IGNORECASE,
 )
 # C++ prints a tensor as `CPUBFloat16Type{[2, 16]}`, in errors of every kind.
+_ABOUT_MASKS = "Expected attn_mask dtype to be bool"
 _PRINTED = re.compile(r"\S*(?=\{\[)")
 
 

@@ -19,7 +19,7 @@ from isotype.compat.compiler import uncompiled
 from isotype.compat.torch import UncompiledMode, has_compiler, put_under, run_in_mode, storage_of, take_out
 from isotype.core.dtypes import HALVES
 from isotype.core.operators import ADDS_IN_PLACE, operator_name, tensors_of
-from isotype.core.source import asking_line, is_called_by, shown
+from isotype.core.source import asking_line, is_called_by, line_in, shown
 from isotype.model.walk import derives_from
 from isotype.records.trace import COPY_OF_WEIGHT, MERGED_WEIGHT, Call, Operand, Origin
 
@@ -180,6 +180,12 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         result = run_in_mode(func, args, kwargs)
         name = operator_name(func)
         adds, averaging = ADDS_IN_PLACE.match(name), _AVERAGING.fullmatch(name)
+        if (
+            not self._reported
+            and QUANTIZES.match(name)
+            and (line := line_in("peft/tuners/", ("merge", "unmerge")))
+        ):
+            self._merge, self._reported = self._call(name, args[0], line, MERGED_WEIGHT), True
         if not self._reported and (adds or averaging):
             source = shown(asking_line())
             if name.endswith("_.Tensor") and "peft/tuners/" in source and args[0].dtype in HALVES:
@@ -246,6 +252,8 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._terms.clear()
 
 
+QUANTIZES = re.compile(r"bitsandbytes\.(quantize_4bit|int8_vectorwise_quant)\b")
+"""Names of the operators that quantize a weight again after a merge."""
 _AVERAGING = re.compile(r"aten\.(?:_foreach_)?(?P<name>mul|div|sub|rsub|add|lerp|copy_)\.\w+")
 """Names of the operators that compute averages, except those that add to their first argument."""
 
