@@ -119,3 +119,46 @@ def test_a_grad_scaler_on_an_arc_gpu() -> None:
         :1
     ]
     assert finding.message == "Intel Arc A770 16 GB has no float64"
+
+
+class Covariance(nn.Linear):
+    """A layer that multiplies its outputs by their covariance, which is computed in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(8, 8)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        wide = hidden.to(self.dtype)
+        return (hidden @ (wide.T @ wide).to(hidden.dtype)).sum()
+
+
+@pytest.mark.parametrize(("card", "slower"), [("rtx3060", 64), ("t4", 32), ("rx7900xtx", 32)])
+def test_a_float64_model_is_slow_on_cards_with_few_float64_units(card: str, slower: int) -> None:
+    model = Turned(FP32).double()
+    trace = traced(model, {"x": torch.ones(2, 8, dtype=torch.float64)})
+    (finding,) = found(RULE, on(trace, card))
+    assert finding.severity == "warning"
+    assert finding.message.startswith(f"float64 matmuls run {slower} times slower than float32 on ")
+    assert finding.cause.startswith("layer.weight is float64")
+    assert (finding.fixes[0].safety, finding.fixes[0].description[:49]) == (
+        "unsafe", "run the step in float32 and cast the weights; flo",
+    )  # fmt: skip
+    assert finding.cost is not None
+    assert finding.cost.flops_share == 1.0
+
+
+@pytest.mark.parametrize("device", ["a100", "h100", "mi300x", "cpu-avx2"])
+def test_a_float64_model_is_not_reported_where_float64_is_fast(device: str) -> None:
+    trace = traced(Turned(FP32).double(), {"x": torch.ones(2, 8, dtype=torch.float64)})
+    assert found(RULE, on(trace, device)) == []
+
+
+def test_a_product_in_float64_names_the_cast_in_the_code() -> None:
+    report = check(Covariance(torch.float64), X, device="rtx4090")
+    (finding,) = [finding for finding in report.findings if finding.code == "IST606"]
+    assert finding.cause.startswith("a cast to float64 at test_ist606.py:")
+    assert finding.fixes[0].description.startswith("write float32 instead of float64 at test_ist606.py:")
+    assert finding.fixes[0].verified
+    assert "IST606" not in {f.code for f in check(Covariance(FP32), X, device="rtx4090").findings}

@@ -1,12 +1,15 @@
-"""float64 on a device without it
+"""float64 on a device without fast float64
 
 **What it means.** The step computes in float64 on an Apple GPU or an Intel Arc A-series GPU, which do not support float64.
+Or matmuls run in float64 on a GPU with few float64 units: every GeForce and RTX card, T4, A10, L4, L40S, Radeon.
 
-**Why it is bad.** The step crashes: "Cannot convert a MPS Tensor to float64 dtype as the MPS framework
+**Why it is bad.** Without support, the step crashes: "Cannot convert a MPS Tensor to float64 dtype as the MPS framework
 doesn't support float64. Please use float32 instead." On an Arc GPU: "Required aspect fp64 is not supported on the device".
+With few units, there is no error, but float64 matmuls run 16 to 64 times slower than float32 matmuls.
 
 **Why it happens.** The code computes rotary angles or time steps in float64 for more digits, calls `.double()`, or
-makes a tensor from NumPy numbers, which are float64 by default. On Intel GPUs, a GradScaler inverts its scale in float64.
+makes a tensor from NumPy numbers, which are float64 by default. Some code then casts the model to the data's dtype. On
+Intel GPUs, a GradScaler inverts its scale in float64.
 
 **An example that fails**
 
@@ -17,7 +20,7 @@ makes a tensor from NumPy numbers, which are float64 by default. On Intel GPUs, 
     angles = torch.outer(positions, frequencies.float())
 
 **What is not reported.** The rule ignores tensors without dimensions, because they stay on the CPU. It also ignores the
-code of transformers and diffusers, which uses float32 on an Apple GPU.
+code of transformers and diffusers, which uses float32 on an Apple GPU. On GPUs with few float64 units, only matmuls count.
 
 **How safe is the fix?** Safe: float32 instead of float64 in the code. Integers up to 16 million stay exact, and other
 numbers are rounded to 7 digits. Unsafe: a cast of a stored float64 weight or buffer. Instead of a GradScaler, the fix
@@ -28,6 +31,7 @@ intel/torch-xpu-ops #1742.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -35,6 +39,7 @@ from isotype.core.names import distinct_names, short, starred
 from isotype.records.finding import ActionKind, Finding
 from isotype.records.trace import FROM_NUMPY, Call, Origin, Trace
 from isotype.rules.kit.findings import Findings, Fixes, advice, finding_at, fix
+from isotype.rules.kit.slow_dtype import find as find_slow
 from isotype.rules.kit.slow_dtype import step_in
 from isotype.rules.kit.words import LIBRARIES, and_others, cause_text, device_error, more
 
@@ -45,6 +50,7 @@ _STORED: dict[str, ActionKind] = {"parameter": "parameter", "buffer": "buffer", 
 def find(trace: Trace) -> Findings:
     profile = trace.setup.profile
     if torch.float64 not in profile.refused:
+        yield from _slow(trace)
         return
     if trace.setup.scaler and profile.kind == "xpu":
         yield _scaler(trace)
@@ -58,6 +64,19 @@ def find(trace: Trace) -> Findings:
     for entries in by_cause.values():
         origins, calls = zip(*entries.values(), strict=True)
         yield _finding(trace, origins, calls)
+
+
+def _slow(trace: Trace) -> Iterator[Finding]:
+    """Yield the finding for matmuls in float64 on a GPU that has few float64 units."""
+    stored = any(weight.dtype == torch.float64 and not weight.buffer for weight in trace.weights)
+    products = (c for c in trace.calls if c.run_dtype == torch.float64 and c.phase in ("forward", "generate"))
+    wide = (operand.origin for call in products for operand in call.floats if operand.dtype == torch.float64)
+    causes = list(dict.fromkeys(origin.cause for origin in wide))
+    for finding in find_slow(trace, torch.float64, torch.float32):
+        in_code = (
+            {"cause": cause_text(causes[0], trace.owners), "fixes": tuple(_fixes(causes))} if causes else {}
+        )
+        yield finding if stored else replace(finding, **in_code)
 
 
 def _scaler(trace: Trace) -> Finding:

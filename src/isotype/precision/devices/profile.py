@@ -66,6 +66,7 @@ class DeviceProfile:
         memory_bandwidth: peak bytes per second; None if unknown.
         flash_attention: dtypes in which scaled_dot_product_attention does not store the scores.
         capability: compute capability as in torch.cuda; on ROCm, from the gfx architecture; None for other devices.
+        float64_slower: float32's rate divided by float64's; 1 if float64 is native or unsupported.
         speed: dtype -> measured matmul rate divided by the float32 rate; empty if not measured.
         contracts: name of the table of accepted dtypes if this kind of device has several (`"cpu-avx2"`); else "".
         unlike: a clause on how this device differs from the device on which the table was measured; "" if it does not.
@@ -88,6 +89,7 @@ class DeviceProfile:
     memory_bandwidth: float | None = None
     present: bool = False
     capability: tuple[int, int] | None = None
+    float64_slower: int = 1
     speed: Mapping[torch.dtype, float] = field(default_factory=dict)
     contracts: str = ""
     unlike: str = ""
@@ -118,9 +120,19 @@ class DeviceProfile:
         """Return the best compute dtype: bfloat16 if native, else float16 if native, else float32."""
         return next((dtype for dtype in (_BF16, _F16) if dtype in self.native), _F32)
 
+    @property
+    def rates(self) -> Mapping[torch.dtype, float]:
+        """Peak rates, with float64's if its rate follows from float32's."""
+        derived = self.float64_slower > 1 and _F32 in self.peak_flops
+        return (
+            {_F64: self.peak_flops[_F32] / self.float64_slower, **self.peak_flops}
+            if derived
+            else self.peak_flops
+        )
+
     def slower(self, dtype: torch.dtype, other: torch.dtype) -> float | None:
         """Return the time of matmuls in `dtype`, divided by the time in `other` (measured or published); None if unknown."""
-        rates = self.speed or self.peak_flops
+        rates = self.speed or self.rates
         return rates[other] / rates[dtype] if {dtype, other} <= rates.keys() else None
 
 
@@ -139,11 +151,14 @@ def _support(
     refused: Mapping[torch.dtype, str] = MappingProxyType({}),
     flash: frozenset[torch.dtype] = frozenset(),
     capability: tuple[int, int] | None = None,
+    float64_slower: int = 1,
 ) -> dict[str, Any]:
     """Return fields of a profile. A dtype is native unless it is emulated or refused."""
+    if float64_slower > 1:
+        emulated = {**emulated, _F64: f"float64 runs at 1/{float64_slower} of the float32 rate"}
     native = frozenset({_F32, _F64, *_HALVES}) - emulated.keys() - refused.keys()
     fields = {"native": native, "emulated": emulated, "refused": refused, "flash_attention": flash}
-    return {**fields, "capability": capability}
+    return {**fields, "capability": capability, "float64_slower": float64_slower}
 
 
 def _cuda_support(major: int, minor: int) -> dict[str, Any]:
@@ -160,9 +175,8 @@ def _cuda_support(major: int, minor: int) -> dict[str, Any]:
         emulated[_BF16] = f"{cores}: its matmuls run several times slower than float16"
     if major < 7 and capability not in _FAST_FLOAT16:
         emulated[_F16] = f"compute capability {major}.{minor} has no fast float16 arithmetic"
-    if capability not in _FAST_FLOAT64:
-        emulated[_F64] = f"float64 runs at 1/{32 if major < 8 else 64} of the float32 rate"
-    return _support(emulated, refused, _HALVES if major >= 8 else frozenset(), capability)
+    slower = 1 if capability in _FAST_FLOAT64 else 32 if major < 8 else 64
+    return _support(emulated, refused, _HALVES if major >= 8 else frozenset(), capability, slower)
 
 
 def _rocm_support(arch: str) -> dict[str, Any]:
@@ -172,9 +186,8 @@ def _rocm_support(arch: str) -> dict[str, Any]:
     major, emulated = capability[0] if capability else 0, {}
     if arch not in _CDNA and major < 11:
         emulated[_BF16] = f"{arch or 'this architecture'} has no full-rate bfloat16 matrix instructions"
-    if major in _RDNA_FLOAT64:
-        emulated[_F64] = f"float64 runs at 1/{_RDNA_FLOAT64[major]} of the float32 rate"
-    return _support(emulated, flash=_HALVES if arch in _CDNA else frozenset(), capability=capability)
+    flash = _HALVES if arch in _CDNA else frozenset()
+    return _support(emulated, {}, flash, capability, _RDNA_FLOAT64.get(major, 1))
 
 
 # ---------------------------------------------------------------------------------------------- named profiles

@@ -183,7 +183,7 @@ def _work(report: Record) -> Content | None:
     total, profile = sum(report.flops.values()), report.trace.setup.profile
     if not total:
         return None
-    ranked, rates = sorted(report.flops.items(), key=lambda entry: -entry[1]), profile.peak_flops
+    ranked, rates = sorted(report.flops.items(), key=lambda entry: -entry[1]), profile.rates
     rows = []
     for dtype, amount in ranked:
         shown = (dtype_name(dtype), format_share(amount / total), format_flops(amount))

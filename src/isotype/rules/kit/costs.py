@@ -144,7 +144,7 @@ def slowdown(
     The changed step lacks the calls in `gone`, and runs the `costly` calls in the dtype `wanted`. In a narrower dtype,
     a call moves fewer bytes. A dtype without a published rate gets the rate of the dtype `stand_in`.
     """
-    rates, bandwidth = trace.setup.profile.peak_flops, trace.setup.profile.memory_bandwidth
+    rates, bandwidth = trace.setup.profile.rates, trace.setup.profile.memory_bandwidth
     costly = list(costly)
     rated = {None, *rates} if stand_in is None else {None, *FLOATS}
     if bandwidth is None or wanted not in rates or any(call.run_dtype not in rated for call in costly):
@@ -192,10 +192,10 @@ _ATTENTION = (
 def step_time(trace: Trace) -> StepTime | None:
     """Return the minimum time of a step; None if the profile has no rates, or if the trace ended early."""
     profile = trace.setup.profile
-    known = torch.float32 in profile.peak_flops
+    known = torch.float32 in profile.rates
     emulated = {d: torch.float32 for d in HALVES if known and profile.supports(d) == "emulated"}
-    rates = {dtype: profile.peak_flops[other] for dtype, other in emulated.items()}
-    peaks, bandwidth, steps = {**rates, **profile.peak_flops}, profile.memory_bandwidth, profile.steps
+    rates = {dtype: profile.rates[other] for dtype, other in emulated.items()}
+    peaks, bandwidth, steps = {**rates, **profile.rates}, profile.memory_bandwidth, profile.steps
     rated = bandwidth is not None and trace.flops and trace.flops.keys() <= peaks.keys()
     if not rated or bandwidth is None or trace.failure is not None:
         return None
@@ -222,7 +222,7 @@ def step_time(trace: Trace) -> StepTime | None:
     ids = trace.setup.batch.get("input_ids")
     tokens = None if ids is None else math.prod(ids)
     products = {
-        dtype: Products(count, peaks[dtype], None if dtype in profile.peak_flops else emulated[dtype])
+        dtype: Products(count, peaks[dtype], None if dtype in profile.rates else emulated[dtype])
         for dtype, count in flops.items()
     }
     return StepTime(seconds, max(traced, host), products, moved, bandwidth, launches, tokens, host)

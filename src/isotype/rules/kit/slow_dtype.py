@@ -1,11 +1,11 @@
-"""Code that IST601 and IST602 share: matmuls in a 16-bit dtype that the device runs slowly or not at all."""
+"""Code that IST601, IST602 and IST606 share: matmuls in a dtype that the device runs slowly or not at all."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import named, starred
 from isotype.records.finding import Action, Cost, Finding, Fix, Safety, Severity
 from isotype.records.trace import Call, Trace, Weight
@@ -19,7 +19,10 @@ _LEAST_SLOWER = 1.5
 
 
 def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Finding]:
-    """Yield findings for matmuls in `dtype` that the device runs slowly or not at all. `other` is the other 16-bit dtype."""
+    """Yield findings for matmuls in `dtype` that the device runs slowly or not at all.
+
+    The fixes run them in `other` or in float32. For a 16-bit dtype, `other` is the other 16-bit dtype.
+    """
     profile = trace.setup.profile
     support = profile.supports(dtype)
     calls = [call for call in trace.calls if call.run_dtype == dtype]
@@ -31,7 +34,7 @@ def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Findi
     share = costs.flops_share(trace, calls)
     cost = Cost(share, slowdown=_slowdown(trace, calls, dtype, (targets or [torch.float32])[0]))
     how = "do not run" if support == "refused" else "do not run in hardware"
-    if support == "native" or dtype in profile.peak_flops:
+    if support == "native" or dtype in profile.rates:
         how = f"run {profile.slower(dtype, other):.2g} times slower than {dtype_name(other)}"
     message = f"{dtype_name(dtype)} matmuls {how} on {profile.title}"
     severity: Severity = "error" if support == "refused" else "warning"
@@ -59,9 +62,10 @@ def _measured(trace: Trace, dtype: torch.dtype) -> Iterator[str]:
 
 def _time_share(trace: Trace, dtype: torch.dtype) -> float:
     """Return the share (0 to 1) of all matmuls' time that matmuls in `dtype` take; of the FLOPs if no rate is known."""
-    speed = trace.setup.profile.speed
-    times = {run_in: flops / speed.get(run_in, 1.0) for run_in, flops in trace.flops.items()}
-    return times.get(dtype, 0.0) / max(1.0, sum(times.values()))
+    rates = trace.setup.profile.speed or trace.setup.profile.rates
+    unknown = rates.get(torch.float32, 1.0)
+    times = {run_in: flops / rates.get(run_in, unknown) for run_in, flops in trace.flops.items()}
+    return times.get(dtype, 0.0) / (sum(times.values()) or 1.0)
 
 
 def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: torch.dtype) -> float | None:
@@ -76,13 +80,14 @@ def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: t
 
 def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
     """Return fixes that run the whole step in `other` or in float32, if the device runs that dtype natively and faster."""
-    return tuple(step_in(trace, dtype, target) for target in _targets(trace, dtype, other))
+    targets = dict.fromkeys(_targets(trace, dtype, other))
+    return tuple(step_in(trace, dtype, target) for target in targets)
 
 
 def _targets(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> list[torch.dtype]:
     profile = trace.setup.profile
     native = [target for target in (other, torch.float32) if profile.supports(target) == "native"]
-    if profile.supports(dtype) != "native" and dtype not in profile.peak_flops:
+    if profile.supports(dtype) != "native" and dtype not in profile.rates:
         return native
     return [target for target in native if (profile.slower(dtype, target) or 1.0) >= _LEAST_SLOWER]
 
@@ -92,7 +97,7 @@ def _estimate(cost: Cost, trace: Trace, dtype: torch.dtype) -> Iterable[str]:
         return ()
     if trace.setup.profile.speed:
         return (f"about {cost.slowdown:.2g} times the step time, by the measured rates of matmuls alone",)
-    if dtype in trace.setup.profile.peak_flops:
+    if dtype in trace.setup.profile.rates:
         return costs.estimate(cost, trace)
     return ("the slowdown is estimated with float32's rate for these matmuls (roofline), and may be larger",)
 
@@ -116,7 +121,11 @@ def _plain(trace: Trace, dtype: torch.dtype) -> list[Weight]:
     return [w for w in trace.weights if w.dtype == dtype and not w.buffer and w.quantization is None]
 
 
-_UNSAFE = {torch.float16: "float16 overflows above 65,504", torch.bfloat16: "bfloat16 keeps only 8 bits"}
+_UNSAFE = {
+    torch.float16: "float16 overflows above 65,504",
+    torch.bfloat16: "bfloat16 keeps only 8 bits",
+    torch.float32: "float32 keeps 7 of float64's 15 digits",
+}
 """For each dtype: the drawback of casting weights to it."""
 
 
@@ -139,7 +148,8 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
         *actions("state", stale, name),
         *actions("input", [""] if inputs else [], name),
     )
-    lossless = target == torch.float32 or all(weight.trainable for weight in plain)
+    wider = target.itemsize > dtype.itemsize
+    lossless = wider or (target in HALVES and all(weight.trainable for weight in plain))
     settings = f"run the step in {name}{' with a GradScaler' if scaler else ''}"
     orders = ["cast the weights"] if plain else []
     orders += [f"set the quantized layers' compute dtype to {name}"] if computing else []
