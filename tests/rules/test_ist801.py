@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -252,3 +253,87 @@ def test_masters_in_float32_that_do_not_fit_are_named_with_this_reason(
     assert note.startswith(
         "no fix here: train float32 weights, which take twice the memory, because the step does not fit: "
     )
+
+
+class RoundingAdam(torch.optim.Adam):
+    """Adam that rounds its float32 result by `rounds`: "nearest", "stochastic", or "carried" (in the next step)."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, rounds: str = "nearest") -> None:
+        super().__init__(params, lr=lr)
+        self.rounds = rounds
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            wide = parameter.float() - self.param_groups[0]["lr"] * parameter.grad.float().sign()
+            if self.rounds == "stochastic":
+                bits = torch.randint_like(wide, 1 << 16, dtype=torch.int32).add_(wide.view(torch.int32))
+                wide = bits.bitwise_and_(-65536).view(torch.float32)
+            elif self.rounds == "carried":
+                wide += self.state[parameter].setdefault("compensation", torch.zeros_like(wide))
+                self.state[parameter]["compensation"] = wide - wide.to(parameter.dtype).float()
+            parameter.copy_(wide.to(parameter.dtype))
+
+
+@pytest.mark.parametrize(("rounds", "lost"), [("nearest", True), ("stochastic", False), ("carried", False)])
+def test_an_optimizer_that_keeps_the_lost_digits_loses_no_updates(rounds: str, lost: bool) -> None:
+    model = torch.nn.Linear(8, 8, dtype=BF16)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    optimizer = RoundingAdam(model.parameters(), 1e-5, rounds)
+    inputs = {"input": torch.ones(2, 8, dtype=BF16)}
+    report = check(model, inputs, device="a100", optimizer=optimizer, wiring=False, verify=False)
+    assert ("IST801" in {finding.code for finding in report.findings}) == lost
+    model(**inputs).sum().backward()
+    before, old = 0.5, model.weight.detach().clone()
+    for _ in range(400):
+        optimizer.step()
+    moved = before - model.weight.detach().float().mean()
+    assert torch.equal(model.weight, old) if lost else 0.002 < moved < 0.006
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("factor", [0.95, 0.9975, 0.999, 0.9999])
+def test_a_factor_near_one_changes_no_16_bit_number(dtype: torch.dtype, factor: float) -> None:
+    """Nerogar/OneTrainer #996: weight decay in bfloat16, before an update that is rounded stochastically."""
+
+    class Decayed(RoundingAdam):
+        def step(self, closure: Any = None) -> None:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].mul_(factor)
+            super().step()
+
+    model = torch.nn.Linear(8, 8, dtype=dtype)
+    inputs = {"input": torch.ones(2, 8, dtype=dtype)}
+    optimizer = Decayed(model.parameters(), 1e-5, "carried")
+    report = check(model, inputs, device="a100", optimizer=optimizer, wiring=False, verify=False)
+    messages = [finding.message for finding in report.findings if finding.code == "IST801"]
+    numbers = torch.arange(2**15).to(torch.int16).view(dtype)
+    numbers = numbers[numbers.isfinite() & (numbers > 1e-3)]
+    same = torch.equal(numbers * factor, numbers)
+    expected = f"{factor} times a {str(dtype)[6:]} number is the number itself: weight decay has no effect"
+    assert messages == [expected] * same
+
+
+def test_the_second_moment_of_bfloat16_weights_never_falls() -> None:
+    """With lost updates, it is a note of their finding; with float32 weights, a finding."""
+    model = torch.nn.Linear(8, 8, dtype=BF16)
+    torch.nn.init.ones_(model.weight)
+    inputs = {"input": torch.ones(2, 8, dtype=BF16)}
+    for name in ("adamw", "adamw_fused"):
+        report = check(
+            model, inputs, device="a100", optimizer=name, learning_rate=1e-5, wiring=False, verify=False
+        )
+        (finding,) = (finding for finding in report.findings if finding.code == "IST801")
+        never = "0.999 times a bfloat16 number is the number itself: a moving average of the optimizer never falls"
+        assert never in finding.notes
+        report = check(
+            model.float(),
+            {"input": torch.ones(2, 8)},
+            device="a100",
+            optimizer=name,
+            wiring=False,
+            verify=False,
+        )
+        assert "IST801" not in {finding.code for finding in report.findings}
+        model.bfloat16()

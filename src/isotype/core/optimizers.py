@@ -1,6 +1,7 @@
 """Facts about optimizers (package, state dtype, kernels), by parts of the names that `--optim` accepts."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -151,6 +152,14 @@ def class_of(optimizer: Any) -> str:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     yield from (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def compensates(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a setting or a state of an optimizer keeps the digits that rounding to 16 bits takes from updates."""
+    settings = {**vars(optimizer), **optimizer.defaults}
+    rounds = any(value is True and re.search("kahan|stochastic", name) for name, value in settings.items())
+    keys = {str(key) for state in optimizer.state.values() for key in state}
+    return rounds or any(re.search("kahan|comp|shift|master", key) for key in keys)
 
 
 def are_masters(updated: Sequence[torch.Tensor], model: nn.Module) -> bool:

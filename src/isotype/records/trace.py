@@ -377,6 +377,8 @@ class Trace:
             averaged the gradients) or "scaler" (each process has a GradScaler that decides alone).
         unmoved: 16-bit parameters that have a gradient, but were not changed by the optimizer's step.
         spoiled: 16-bit parameters that became NaN or infinite in the optimizer's step.
+        state_casts: (state, dtype before, after, number of parameters, line) for casts by an optimizer's `load_state_dict`.
+        compensated: whether an optimizer keeps the digits that rounding to 16 bits takes from its updates.
         lost_terms: terms of the loss without a graph, as (line that drops the graph, line that adds the term).
         unheld: trainable parameters with a gradient that are in no optimizer of the step.
         orphans: number of optimizer parameters that have no gradient and belong to no traced module. In a check, it is 0
@@ -415,6 +417,8 @@ class Trace:
     unequal: tuple[str, str] = ("", "")
     unmoved: tuple[str, ...] = ()
     spoiled: tuple[str, ...] = ()
+    state_casts: tuple[tuple[str, torch.dtype, torch.dtype, int, str], ...] = ()
+    compensated: bool = False
     lost_terms: tuple[tuple[str, str], ...] = ()
     unheld: tuple[str, ...] = ()
     orphans: int = 0

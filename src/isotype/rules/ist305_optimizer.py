@@ -1,10 +1,12 @@
 """Mixed dtypes in the optimizer's step
 
 **What it means.** An optimizer step mixes dtypes. Either a kernel gets a parameter, its gradient and its moments in
-different dtypes, or some trainable parameters are float32 and other trainable parameters are 16-bit.
+different dtypes, or some trainable parameters are float32 and other trainable parameters are 16-bit. Or
+`load_state_dict` of the optimizer has cast its states to another dtype (only in `isotype run`).
 
 **Why it is bad.** In the first case, a fused kernel raises an error. In the second, the 16-bit parameters lose small
-updates.
+updates. In the third, float32 states of 16-bit parameters lose digits, and the resumed training differs. In float16,
+small values of Adam's second moment become zero.
 
 **An example that fails**
 
@@ -16,9 +18,11 @@ updates.
     torch.optim.AdamW(model.parameters())                   # or gradients in the parameters' dtype
 
 **How safe is the fix?** Safe: an AdamW that is not fused computes the same update. Casts of gradients or parameters to
-float32 keep every value. If the moments have another dtype, create the optimizer after the last cast of the model.
+float32 keep every value. If the moments have another dtype, create the optimizer after the last cast of the model. After a load,
+assign the states again: `optimizer.state[parameter]["exp_avg"] = saved["state"][index]["exp_avg"]`.
 
-**Seen in** pytorch/pytorch #110758; NVIDIA/TransformerEngine #3358; deepspeedai/DeepSpeed #7746; HomebrewML/HeavyBall #26.
+**Seen in** pytorch/pytorch #110758; NVIDIA/TransformerEngine #3358; deepspeedai/DeepSpeed #7746; HomebrewML/HeavyBall #26;
+pytorch/pytorch #43706; facebookresearch/fairscale #50; pytorch/torchtitan #4615.
 """
 
 from collections import Counter
@@ -27,19 +31,23 @@ from collections.abc import Sequence
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
-from isotype.core.names import short, starred
+from isotype.core.names import grouped, listed, plural, short, starred
 from isotype.core.optimizers import OPTIMIZERS
 from isotype.records.finding import Action, Finding, Fix
 from isotype.records.trace import GRADIENTLESS, Call, Operand, Trace
 from isotype.rules.kit.findings import Findings, Fixes, advice, finding_of, setting
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import count, counted, float32_masters, trained
-from isotype.rules.kit.words import cause_text, device_error, evidence
+from isotype.rules.kit.words import at, cause_text, device_error, evidence
 
 CLAIMS = (Claim("step", lambda broken: broken.call.phase == "optimizer"),)
 
 
 def find(trace: Trace) -> Findings:
+    for (before, after, line), casts in grouped(
+        trace.state_casts, lambda cast: (*cast[1:3], cast[4])
+    ).items():
+        yield _loaded([name for name, *_ in casts], max(count for *_, count, _ in casts), before, after, line)
     broken = [call for call in trace.breaches() if call.phase == "optimizer" and call.op not in GRADIENTLESS]
     if broken:
         yield _refused(trace, broken)
@@ -58,6 +66,25 @@ def find(trace: Trace) -> Findings:
             phase="optimizer",
             fixes=float32_masters(trace, low)[:1],
         )
+
+
+def _loaded(
+    states: Sequence[str], number: int, before: torch.dtype, after: torch.dtype, line: str
+) -> Finding:
+    """Return the finding for states of an optimizer that `load_state_dict` has cast from the dtype `before` to `after`."""
+    names, dtypes = listed(states), f"from {dtype_name(before)} to {dtype_name(after)}"
+    effect = "their digits are lost" if after.itemsize < before.itemsize else "they take more memory"
+    limits = torch.finfo(after)
+    zeros = f"values below {limits.tiny * limits.eps / 2:.0e} become zero"
+    return Finding(
+        "warning",
+        f"load_state_dict has cast {names} of {plural(number, 'parameter')} {dtypes}: {effect}",
+        source=line,
+        phase="optimizer",
+        cause=f"Optimizer.load_state_dict casts the loaded states to their parameter's dtype{at(line)}",
+        notes=(zeros,) if after == torch.float16 else (),
+        fixes=(advice("state", "after load_state_dict, assign these states again from the loaded dict"),),
+    )
 
 
 def _refused(trace: Trace, broken: list[Call]) -> Finding:

@@ -9,6 +9,10 @@ update is the learning rate times the gradient, so the rule needs the gradients 
 which are near one. Weight decay is lost even earlier, because it subtracts less than the update. The loss falls a
 little and then stops, without an error.
 
+**What is not reported.** Optimizers that round stochastically, or add the rounding errors in a later step (Kahan
+summation), lose no updates. But if such an optimizer multiplies bfloat16 tensors by a number above 0.998, the product is
+the tensor itself: this weight decay has no effect, or this moving average never falls.
+
 **An example that costs**
 
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
@@ -27,21 +31,30 @@ pytorch/pytorch #191763; Lorenzo-Mazza/VersatIL #5.
 """
 
 import math
+import re
+from collections.abc import Iterator
 
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
-from isotype.core.names import base_name
+from isotype.core.names import base_name, grouped
 from isotype.precision.ranges import ModuleRange
 from isotype.records.finding import Action, Finding, Fix
-from isotype.records.trace import Trace, Weight
+from isotype.records.trace import Call, Trace, Weight
 from isotype.rules.kit.findings import Findings, Fixes, advice, finding_of
 from isotype.rules.kit.weight_sets import borders, casts, count, float32_masters, spacing, trained
+from isotype.rules.kit.words import at, op_name
 
+_DRAWS = re.compile(r"aten\.(randint|rand|rand_like|random_|bernoulli|uniform)[._]")
+"""Operators by which an optimizer rounds stochastically: the updates of many steps are right on average."""
 _SMALL = "each update is less than half of the distance to the next number of the dtype"
 
 
 def find(trace: Trace) -> Findings:
+    compensated = trace.compensated or any(c.phase == "optimizer" and _DRAWS.match(c.op) for c in trace.calls)
+    if compensated or not (trace.unmoved or trained(trace, *HALVES)):
+        yield from _lost_products(trace)
+        return
     if trace.unmoved:
         if weights := [trace.owners[name] for name in trace.unmoved if name in trace.owners]:
             yield _unmoved(trace, weights)
@@ -72,9 +85,54 @@ def find(trace: Trace) -> Findings:
         f"updates of {rate:.2g} are lost in {count(lost)} of {count(trained(trace))} trainable parameters",
         lost,
         phase="optimizer",
-        notes=(f"{worst.name}: {source} {size:.2g}, where {gap}",),
+        notes=(
+            f"{worst.name}: {source} {size:.2g}, where {gap}",
+            *(finding.message for finding in _lost_products(trace)),
+        ),
         fixes=tuple(_fixes(trace, lost)),
     )
+
+
+def _lost_products(trace: Trace) -> Findings:
+    """Yield a finding for each factor near 1 whose product with a 16-bit tensor is the tensor, in the optimizer's step."""
+    step = [call for call in trace.calls if call.phase == "optimizer"]
+    factors = ((call, number, dtype) for call in step for number, dtype in _factors(call))
+    lost = [row for row in factors if 0 < 1 - row[1] < torch.finfo(row[2]).eps / 4]
+    others = {
+        number for call in step for role, number in call.numbers if role in ("value", "weight", "alpha")
+    }
+    for (number, dtype), rows in grouped(lost, lambda row: row[1:]).items():
+        call, name = rows[0][0], dtype_name(dtype)
+        average = "_fused" in call.op or any(
+            math.isclose(1 - number, other, rel_tol=1e-6) for other in others
+        )
+        effect, how = (
+            "weight decay has no effect",
+            "decay the float32 values that the optimizer computes with",
+        )
+        if average:
+            effect = "a moving average of the optimizer never falls"
+            how = "keep the optimizer's averages in float32, or average over fewer steps, such as beta2=0.95"
+        yield Finding(
+            "warning",
+            f"{number:.6g} times a {name} number is the number itself: {effect}",
+            op=call.op,
+            phase="optimizer",
+            source=call.source,
+            cause=f"the step of {trace.setup.optimizer} multiplies {name} tensors by {number:.6g}{at(call.source)}",
+            fixes=(advice("optimizer", how),),
+        )
+
+
+def _factors(call: Call) -> Iterator[tuple[float, torch.dtype]]:
+    """Yield (number, dtype) for each number by which an optimizer's operator multiplies tensors of a 16-bit dtype."""
+    averages = [operand.dtype for operand in call.operands if operand.role.startswith("exp_avg_sqs")]
+    numbers, dtypes = dict(call.numbers), averages or [operand.dtype for operand in call.floats[:1]]
+    if dtypes and dtypes[0] in HALVES:
+        if averages:
+            yield numbers.get("beta2", 0.0), dtypes[0]
+        elif op_name(call).strip("_").removeprefix("foreach_") == "mul":
+            yield from ((numbers[role], dtypes[0]) for role in ("other", "scalar") if role in numbers)
 
 
 def _unmoved(trace: Trace, weights: list[Weight]) -> Finding:

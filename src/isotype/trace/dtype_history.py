@@ -2,6 +2,7 @@
 
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import cache
@@ -17,6 +18,7 @@ from isotype.compat.standard import frame_above
 from isotype.compat.torch_casts import around_weights, weights_in
 from isotype.core.dtypes import FLOATS
 from isotype.core.names import short
+from isotype.core.optimizers import parameters_of
 from isotype.core.source import asking_line, is_library, shown
 from isotype.model.quantized import quantization_state
 from isotype.model.shard import is_sharded
@@ -43,13 +45,37 @@ default_dtypes: dict[torch.dtype, str] = {}
 """Dtype -> last line of the script that has set it as torch's default dtype, while lines were recorded."""
 
 
+StateCast = tuple[str, torch.dtype, torch.dtype, int, str]
+state_casts = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[StateCast, ...]]()
+"""Optimizer -> the casts by its last `load_state_dict`, as `Trace.state_casts`, while casts were recorded."""
+
+
 @contextmanager
 def remembered() -> Iterator[None]:
-    """In the `with` block, record the lines of code that create or cast weights of modules, or set the default dtype."""
+    """In the `with` block, record the lines that create or cast weights or optimizer states, or set the default dtype."""
     with around_weights(_registered, _assigned, _copied), Replacements() as replaced:
         replaced.wrap(torch, "set_default_dtype", _default_set)
         replaced.wrap(nn.Module, "_load_from_state_dict", _loading)
+        replaced.wrap(torch.optim.Optimizer, "load_state_dict", _states_loaded)
         yield
+
+
+def _states_loaded(
+    load: Callable[..., None], optimizer: torch.optim.Optimizer, saved: Any, *args: Any, **kwargs: Any
+) -> None:
+    load(optimizer, saved, *args, **kwargs)
+    keys = (key for group in saved["param_groups"] for key in group["params"])
+    pairs = zip((saved["state"].get(key, {}) for key in keys), parameters_of(optimizer), strict=False)
+    dtypes = Counter(
+        (name, value.dtype, loaded.dtype)
+        for states, parameter in pairs
+        for name, value in states.items()
+        if isinstance(value, torch.Tensor) and value.dim() and value.dtype in FLOATS
+        if isinstance(loaded := optimizer.state[parameter].get(name), torch.Tensor)
+        and loaded.dtype != value.dtype
+    )
+    line = shown(asking_line())
+    state_casts[optimizer] = tuple((*cast, count, line) for cast, count in dtypes.items())
 
 
 def _default_set(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

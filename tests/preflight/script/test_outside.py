@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from isotype.preflight.script.outside import calls_of, outside
+from isotype.trace.dtype_history import remembered
 from tests.rules.traces import BF16, traced
 
 
@@ -97,3 +99,28 @@ def test_a_frozen_quantized_model_gets_adapters(layer: str) -> None:
     assert outside(raised.value, frozen, step, {}).help == (
         "no parameter of the model requires a gradient: add adapters (get_peft_model)"
     )
+
+
+def test_an_update_with_states_that_a_load_has_cast() -> None:
+    """pytorch/pytorch #43706: `load_state_dict` casts float32 averages of a bfloat16 weight to bfloat16."""
+
+    class Averaged(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                wide = parameter.float()
+                average = self.state[parameter].setdefault("average", torch.zeros_like(wide))
+                parameter.sub_(average.lerp_(wide, 0.5).to(parameter.dtype))
+
+    model, x = nn.Linear(8, 8, dtype=BF16), torch.ones(2, 8, dtype=BF16)
+    first, resumed = Averaged(model.parameters()), Averaged(model.parameters())
+    step = traced(model, lambda model: model(x).sum())
+    first.step()
+    with remembered():
+        resumed.load_state_dict(first.state_dict())
+        with pytest.raises(RuntimeError, match="dtype") as raised:
+            resumed.step()
+        described = outside(raised.value, model, step, {})
+    assert described.cause.startswith("load_state_dict at test_outside.py:")
+    assert described.cause.endswith(" has cast average from float32 to bfloat16")
+    assert described.help == "after load_state_dict, assign these states again from the loaded dict"

@@ -97,7 +97,8 @@ class Crash:
     def explain(self, error: BaseException) -> bool:
         for link in causes(error):
             text, recorder = str(link), self.watch.recorder
-            if _UNSCALE_REFUSED in text:
+            updates = any(isinstance(owner, torch.optim.Optimizer) for owner in owners_in(link))
+            if _UNSCALE_REFUSED in text or (self.model is None and updates):
                 self.model = updated_at(link) or self.model
             known = setup_errors.explained(link)
             refused = _has(text, ist308_clipped_scaled.REFUSALS)

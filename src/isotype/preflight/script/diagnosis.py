@@ -50,6 +50,7 @@ from isotype.rules import (
     ist107_recomputation,
     ist302_scaler_bfloat16,
     ist303_no_scaler,
+    ist305_optimizer,
     ist308_clipped_scaled,
     ist309_not_trained,
     ist503_rounded_updates,
@@ -218,6 +219,7 @@ class Diagnosis:
             late = [ist107_recomputation, ist302_scaler_bfloat16, ist808_counting]
             late += [ist303_no_scaler] if trace.spoiled or self._request.keywords["scaler"] else []
             late += [ist801_lost_updates] if trace.unmoved else []
+            late += [ist305_optimizer] if trace.state_casts else []
             shown = findings_of(findings, *late)
             self._say_late([f for f in findings if f.module not in traced or f in shown])
         before = tuple(replace(call, phase="forward") for call in self.watch.evaluation)

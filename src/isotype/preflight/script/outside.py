@@ -2,7 +2,7 @@
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from isotype.compat.imports import when_imported
 from isotype.compat.replaced import Replacements
 from isotype.compat.standard import frame_above
 from isotype.core.dtypes import FLOATS, dtype_name
-from isotype.core.names import grouped, plural, short
+from isotype.core.names import grouped, listed, plural, short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
 from isotype.model.walk import is_packed, living, name_in_process
@@ -23,6 +23,7 @@ from isotype.records.finding import in_library
 from isotype.records.trace import NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED, Trace
 from isotype.report.text import short_source
 from isotype.rules.kit.words import and_others
+from isotype.trace.dtype_history import state_casts
 from isotype.trace.script import cast_by_evaluation
 
 _SHOWN = 6
@@ -91,7 +92,15 @@ def outside(error: BaseException, model: nn.Module, step: Trace, unloads: Mappin
         return Outside(source, (), "; ".join(advice))
     if (copied := _of_copy(error, model)) is not None:
         return replace(copied, source=source)
-    states = dict(_of_optimizer(error))
+    optimizers = [owner for owner in owners_in(error) if isinstance(owner, torch.optim.Optimizer)]
+    if casts := [cast for optimizer in optimizers for cast in state_casts.get(optimizer, ())]:
+        _, before, after, _, line = casts[0]
+        to = f"from {dtype_name(before)} to {dtype_name(after)}"
+        cause = f"load_state_dict at {short(line)} has cast {listed(dict.fromkeys(name for name, *_ in casts))} {to}"
+        return Outside(
+            source, (), "after load_state_dict, assign these states again from the loaded dict", cause
+        )
+    states = dict(_of_optimizer(optimizers))
     floats = [
         (n, t) for n, t in (states or variables).items() if t.dtype in FLOATS and t.dim() and not t.is_nested
     ]
@@ -204,9 +213,8 @@ def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
     return None
 
 
-def _of_optimizer(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
-    """If an optimizer raised the error, yield the parameter, the gradient and the state with different dtypes."""
-    optimizers = (owner for owner in owners_in(error) if isinstance(owner, torch.optim.Optimizer))
+def _of_optimizer(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameter, the gradient and the state with different dtypes of the optimizers that raised the error."""
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
             state = {"grad": parameter.grad, **optimizer.state.get(parameter, {})}

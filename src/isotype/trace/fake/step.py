@@ -28,6 +28,7 @@ from isotype.core.errors import error_line
 from isotype.core.names import base_name, grouped
 from isotype.core.optimizers import (
     are_masters,
+    compensates,
     kernels_of,
     make_optimizer,
     names_instead,
@@ -188,7 +189,7 @@ class _Step:
         self.loss: torch.Tensor | None = None
         self.reached: int | None = None
         self.without_effect: tuple[str, ...] = ()
-        self.stepped: Any = None
+        self.stepped: list[Any] = []
         self.unheld: tuple[str, ...] = ()
         self.orphans = 0
         self.states_bytes, self.gradient_bytes = 0, 0  # at the start of a later micro-batch
@@ -235,7 +236,8 @@ class _Step:
             return self.enough(self.trace())
 
     def trace(self) -> Trace:
-        model, before = self.request.model, {weight.name: weight.dtype for _, weight in self.weights}
+        request, before = self.request, {weight.name: weight.dtype for _, weight in self.weights}
+        model = request.model
         recorder = self.recorder
         partial = getattr(self.loss_of, "partial", False)
         cuts = {} if partial else recorder.cuts
@@ -255,6 +257,9 @@ class _Step:
             unreached=tuple(recorder.gradients.unreached(cuts, recorder.frozen)),
             unheld=self.unheld,
             orphans=self.orphans,
+            compensated=any(
+                map(compensates, optimizers_in([*self.stepped, *optimizers_in(request.optimizer)]))
+            ),
             partial=partial,
             without_effect=self.without_effect,
             unmatched=unmatched(model),

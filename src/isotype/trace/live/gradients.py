@@ -1,7 +1,6 @@
 """Reads the gradients of the step that an optimizer is about to make."""
 
 import gc
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from isotype.compat.standard import frame_above
 from isotype.compat.torch import FakeTensor, last_node_number, no_modes, node_number, stored_scale, version_of
 from isotype.core.dtypes import HALVES
 from isotype.core.operators import COLLECTIVES
-from isotype.core.optimizers import parameters_of
+from isotype.core.optimizers import compensates, parameters_of
 from isotype.core.source import asking_line, is_library, shown
 from isotype.model.shard import is_flattened, process_count
 from isotype.model.walk import living
@@ -25,6 +24,7 @@ from isotype.records.finding import in_library
 from isotype.records.memory import Memory
 from isotype.records.reach import Unreached
 from isotype.records.trace import Origin
+from isotype.trace.dtype_history import state_casts
 from isotype.trace.live.recorder import LiveRecorder
 from isotype.trace.live.terms import summands
 from isotype.trace.recorder import ORIGIN
@@ -79,6 +79,7 @@ def gradients_of(
         "scaled": alone and not unscaled and any(hasattr(scale, ORIGIN) for scale in scales),
         "unscaled": unmultiplied and divides,
         "unequal": _unequal(optimizer, recorder, roots),
+        "state_casts": state_casts.get(optimizer, ()),
     }
 
 
@@ -179,14 +180,12 @@ def not_finite_in(optimizer: torch.optim.Optimizer, names: Mapping[int, Origin])
     return "" if skips else next(bad, "")
 
 
-def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> dict[str, tuple[str, ...]]:
-    """Compare parameters with their values before the step. Return the fields `unmoved` and `spoiled` of a `Trace`.
+def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Compare parameters with their values before the step. Return `unmoved`, `spoiled` and `compensated` of a `Trace`.
 
     A flat copy (named "") counts as `unmoved` if half of its values are unchanged, because small values still change.
     """
-    # Some optimizers keep the rounding errors of 16-bit parameters, and add them in a later step.
-    keys = {str(key) for state in optimizer.state.values() for key in state}
-    later = any(re.search("kahan|comp|shift|master", key) for key in keys)
+    later = compensates(optimizer)
     still, spoiled = [], []
     for name, weight, used, before in samples:
         now = weight.detach().reshape(-1)[:_SAMPLE]
@@ -195,7 +194,7 @@ def after_step(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> d
             still.append(name)
         if name and before.isfinite().all() and not now.isfinite().all():
             spoiled.append(name)
-    return {"unmoved": tuple(still), "spoiled": tuple(spoiled)}
+    return {"unmoved": tuple(still), "spoiled": tuple(spoiled), "compensated": later}
 
 
 @dataclass(frozen=True)
