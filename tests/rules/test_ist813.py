@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -61,3 +62,46 @@ def test_a_check_that_accumulates_and_its_fix() -> None:
         ).findings
         if each.code == "IST813"
     ]
+
+
+class SummedByChunks(torch.autograd.Function):
+    """A product with the transposed weight, whose gradient of the weight is summed over chunks in `dtype`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, chunks: int, dtype: torch.dtype) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.chunks, ctx.dtype = chunks, dtype
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        total = torch.zeros_like(weight, dtype=ctx.dtype)
+        for part, of_part in zip(x.chunk(ctx.chunks), gradient.chunk(ctx.chunks), strict=True):
+            total += of_part.t() @ part
+        return gradient @ weight, total.to(weight.dtype), None, None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chunks", "into", "found"),
+    [(BF16, 32, BF16, 1), (BF16, 16, BF16, 0), (BF16, 32, FP32, 0), (FP16, 32, FP16, 0)],
+)
+def test_a_gradient_that_code_sums_over_chunks(
+    dtype: torch.dtype, chunks: int, into: torch.dtype, found: int
+) -> None:
+    """axolotl-ai-cloud/axolotl #1601, with the sum in the backward."""
+
+    class Head(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return SummedByChunks.apply(x, self.weight, chunks, into).float().pow(2).mean()
+
+    x = {"x": torch.ones(64, 4, dtype=dtype)}
+    report = check(
+        Head(4, 8, bias=False, dtype=dtype), x, device="a100", learning_rate=1.0, wiring=False, verify=False
+    )
+    sums = [finding for finding in report.findings if finding.code == "IST813"]
+    assert len(sums) == found
+    for finding in sums:
+        assert finding.message == "32 values are added up in a bfloat16 tensor with the shape of weight"
+        assert finding.cause.startswith("add into a bfloat16 tensor at test_ist813.py:")
+        assert finding.notes == ("the sum is off by about 0.6 %",)

@@ -1,7 +1,8 @@
-"""Gradients of many micro-batches added up in 16 bits
+"""Gradients of many micro-batches or chunks added up in 16 bits
 
-**What it means.** The gradients of many micro-batches are added up in a 16-bit `.grad`. Each addition rounds the sum.
-After 64 additions, the sum is wrong by about 0.9 % in bfloat16, and by 0.1 % in float16.
+**What it means.** The gradients of many micro-batches are added up in a 16-bit `.grad`. Or a line of code adds up the
+parts of a weight's gradient in a 16-bit tensor, as a loss that computes the logits in chunks does. Each addition rounds
+the sum. After 64 additions, the sum is wrong by about 0.9 % in bfloat16, and by 0.1 % in float16.
 
 **Why it is bad.** A gradient that is small compared with the sum adds nothing, so the first micro-batches weigh more
 than the last ones. The loss falls, but many accumulated micro-batches train worse than the same rows in one large
@@ -20,17 +21,23 @@ batch.
 **What is not reported.** The rule ignores errors below 0.5 %. In bfloat16, a sum of 20 micro-batches has this error; in
 float16, a sum of 1,259.
 
-**How safe is the fix?** Safe: a cast to float32 keeps every value. Float32 weights take more memory.
+**How safe is the fix?** Safe: a cast to float32 keeps every value. Float32 weights, or a float32 sum, take more memory.
 
-**Seen in** NVIDIA/Megatron-LM #502; mlnomadpy/flaxchat #6.
+**Seen in** NVIDIA/Megatron-LM #502; mlnomadpy/flaxchat #6; axolotl-ai-cloud/axolotl #1601; linkedin/Liger-Kernel #1391;
+allenai/OLMo-core #370.
 """
 
 import math
 
+import torch
+
 from isotype.core.dtypes import HALVES, dtype_name
-from isotype.records.trace import Trace
-from isotype.rules.kit.findings import Findings, finding_of
+from isotype.core.names import grouped, short
+from isotype.core.operators import ADDS_IN_PLACE
+from isotype.records.trace import Call, Trace
+from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of
 from isotype.rules.kit.weight_sets import count, float32_masters, spacing, trained
+from isotype.rules.kit.words import op_name
 
 _VISIBLE = 0.005
 """Smallest relative error that is reported. A smaller error is less than the noise of a gradient over many rows."""
@@ -40,7 +47,7 @@ def find(trace: Trace) -> Findings:
     micro_batches = trace.setup.accumulates
     for dtype in HALVES:
         weights = trained(trace, dtype)
-        error = math.sqrt(micro_batches / 3) * spacing(1.0, dtype) / 4
+        error = _error(micro_batches, dtype)
         if weights and error >= _VISIBLE:
             affected = f"affects {count(weights)} of {count(trained(trace))} trainable parameters"
             yield finding_of(
@@ -51,3 +58,36 @@ def find(trace: Trace) -> Findings:
                 notes=(f"{affected}; the sums are off by about {100 * error:.1f} %",),
                 fixes=float32_masters(trace, weights),
             )
+    sums = ((name, call) for call in trace.calls if (name := _summed(call, trace)))
+    for (name, line), rows in grouped(sums, lambda row: (row[0], row[1].source)).items():
+        number, dtype = sum(call.repeats for _, call in rows), rows[0][1].operands[0].dtype
+        if (error := _error(number, dtype)) >= _VISIBLE:
+            yield finding_at(
+                "warning",
+                f"{number} values are added up in a {dtype_name(dtype)} tensor with the shape of {name}",
+                [call for _, call in rows],
+                cause=f"{op_name(rows[0][1]).strip('_')} into a {dtype_name(dtype)} tensor at {short(line)}",
+                notes=(f"the sum is off by about {100 * error:.1f} %",),
+                fixes=(advice(line, f"add up in a float32 tensor at {short(line)}, and cast the sum once"),),
+            )
+
+
+def _error(additions: int, dtype: torch.dtype) -> float:
+    """Return the relative error of a sum of so many numbers of equal size."""
+    return math.sqrt(additions / 3) * spacing(1.0, dtype) / 4
+
+
+_CREATED = frozenset({"zeros", "zeros_like", "new_zeros"})
+
+
+def _summed(call: Call, trace: Trace) -> str:
+    """Return the trained weight with the shape of the new 16-bit tensor to which `call` adds; "" for other calls."""
+    adds = ADDS_IN_PLACE.match(call.op) or call.op in ("aten.add.out", "aten.addmm.out", "aten.baddbmm.out")
+    into = next((operand for operand in call.operands if operand.role == "self"), None)
+    if not adds or into is None or not call.source or call.phase not in ("forward", "backward"):
+        return ""
+    # `zeros_like(weight)` has the weight's origin in the forward, and its own name in the backward.
+    new = into.origin.kind == "parameter" or into.origin.name in _CREATED
+    like = (into.shape, into.dtype)
+    names = [w.name for w in trained(trace, *HALVES) if new and (w.shape, w.dtype) == like]
+    return into.origin.name if into.origin.name in names else next(iter(names), "")
