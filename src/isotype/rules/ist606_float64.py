@@ -73,10 +73,11 @@ def _slow(trace: Trace) -> Iterator[Finding]:
     wide = (operand.origin for call in products for operand in call.floats if operand.dtype == torch.float64)
     causes = list(dict.fromkeys(origin.cause for origin in wide))
     for finding in find_slow(trace, torch.float64, torch.float32):
-        in_code = (
-            {"cause": cause_text(causes[0], trace.owners), "fixes": tuple(_fixes(causes))} if causes else {}
-        )
-        yield finding if stored else replace(finding, **in_code)
+        if causes and not stored:
+            cause = cause_text(causes[0], trace.owners)
+            yield replace(finding, cause=cause, fixes=tuple(_fixes(causes)))
+        else:
+            yield finding
 
 
 def _scaler(trace: Trace) -> Finding:
