@@ -36,6 +36,18 @@ def test_torchvision_is_named_where_a_processor_has_no_class_for_pillow(tmp_path
     )
 
 
+def test_a_missing_processor_is_named(tmp_path: Path):
+    tiny_processor("llava").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    (tmp_path / "processor_config.json").unlink()
+    assert refused(CheckpointError, tokenizer_of, tmp_path) == (
+        "no processor in the checkpoint\n"
+        f"  - {tmp_path}: neither processor_config.json nor preprocessor_config.json in it\n"
+        "    expected  the processor of a model that takes images\n"
+        "    fix       copy these files from the original model of these weights"
+    )
+
+
 def test_pillow_is_named(tmp_path: Path, monkeypatch):
     tiny_processor("llava").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))

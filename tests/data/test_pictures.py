@@ -284,6 +284,12 @@ def test_every_bad_picture_is_named_with_its_file_and_row():
     assert "20 more problems not shown" in refusal("d/t.jsonl")
 
 
+@pytest.mark.parametrize("cell", ["red.png", ["red.png"], ["data:image/png;base64,AAAA"]])
+def test_images_in_a_column_with_another_name_get_the_argument_that_names_it(cell):
+    write("t.jsonl", lines({"source": "web", "photo": cell, "messages": asked([PLACE, text("a")])}))
+    assert "    fix       --columns images=photo\n" in refusal("t.jsonl") + "\n"
+
+
 @pytest.mark.parametrize(
     ("method", "row", "what"),
     [

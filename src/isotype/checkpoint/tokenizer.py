@@ -22,6 +22,7 @@ from isotype.core.pretrained import TOKENIZER_FILES, code_named, pretrained
 
 _ENDS = (".json", ".model", "_config.json")
 _HEADLINE = "the tokenizer cannot be read"
+_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _FILE_NAME = re.compile(r"[\w.-]*[\w-]", re.ASCII)
 _ENTRIES = (
     Entry("model_max_length", float | None, "a number of tokens"),
@@ -59,7 +60,15 @@ def tokenizer_of(source: str | Path, revision: str | None = None, *, required: b
         if lacking := _missing_package(str(error)):
             lacking = replace(lacking, given=f"{source}: {lacking.given}")
             raise CheckpointError(_HEADLINE, [lacking]) from error
-        reason = _error_of_auto_tokenizer(source) or first_line(error)
+        reason = _error_of_auto_tokenizer(source)
+        # Without these files, transformers asks whether the directory has the name of a hub's model.
+        absent = not any((source / name).is_file() for name in _PROCESSORS)
+        if not reason and absent and re.search(r"Can't load (\w+ processor|feature extractor)", str(error)):
+            what = f"{source}: neither {_PROCESSORS[0]} nor {_PROCESSORS[1]} in it"
+            expected = "the processor of a model that takes images"
+            fix = "copy these files from the original model of these weights"
+            raise CheckpointError.of("no processor in the checkpoint", what, expected, fix) from error
+        reason = reason or first_line(error)
         raise CheckpointError.of(_HEADLINE, f"{source}: {reason}", "a tokenizer", AGAIN) from error
     for file, key, reference in code_named(source, revision):
         kind = type(getattr(tokenizer, "tokenizer", tokenizer)).__name__

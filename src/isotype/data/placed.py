@@ -25,6 +25,7 @@ PLACE: Mapping[str, Any] = {"type": "image"}
 PART_KINDS = ("image", "image_url", "input_image")
 PAYLOADS = ("image", "image_url", "url", "path", "base64", "source", "bytes")
 CAPTIONS = ("text", "caption")
+_FILE = re.compile(r"^data:image/|\.(png|jpe?g|webp|gif|bmp|tiff?)$", re.IGNORECASE)
 _MARK = re.compile(r"\n?<image>\n?")
 # Image tokens of certain models: a text with such a token is already written for one model.
 _TOKENS = re.compile(
@@ -72,9 +73,18 @@ def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Probl
         places = [{} for _ in beside]
     if places.count({}) != len(beside):
         what = f"{plural(places.count({}), 'place')} for an image in messages, but {plural(len(beside), 'image')}"
-        return Problem(what, "as many places as images", _FIX)
+        return Problem(what, "as many places as images", _FIX if beside else _named_otherwise(row) or _FIX)
     waiting = iter(beside)
     return _stored({**spoken, **chats}, [inside or next(waiting) for inside in places], folder)
+
+
+def _named_otherwise(row: Row) -> str:
+    """Return the argument that makes a column of images `images`, or "" if the row has no such column."""
+    for name, cell in row.items():
+        first = cell[0] if isinstance(cell, list) and cell else cell
+        if isinstance(first, str) and _FILE.search(first):
+            return f"--columns images={name}"
+    return ""
 
 
 def _placed(turn: Mapping[str, Any], marked: bool, places: list[Row]) -> Mapping[str, Any]:
