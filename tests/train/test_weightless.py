@@ -81,6 +81,25 @@ def test_a_module_that_is_not_there_is_named(config):
         weightless_model(config, policy_for(config), lora=lora_config(target_modules="nothing.*like.*this"))
 
 
+def test_experts_are_stacked_weights_and_no_layers():
+    import transformers
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(
+        **sizes, vocab_size=64, intermediate_size=96, num_local_experts=2, dtype="float32"
+    )
+    with pytest.raises(UsageError) as caught:
+        weightless_model(config, policy_for(config), lora=lora_config(target_modules=["q_proj", "experts"]))
+    (problem,) = caught.value.problems
+    assert problem.fix == "--lora_target_parameters experts.down_proj experts.gate_up_proj"
+    with pytest.raises(UsageError, match="experts cannot be trained in both ways"):
+        weightless_model(config, policy_for(config), lora=lora_config(modules_to_save=["mlp.experts"]))
+    lora = lora_config(target_modules=["q_proj"], modules_to_save=["experts"])
+    model = weightless_model(config, policy_for(config), lora=lora)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert sum("experts.modules_to_save" in name for name in trained) == 2
+
+
 def test_no_adapter_where_every_weight_is_trained(config):
     with pytest.raises(PrecisionError, match="the policy trains every weight, so it has no adapters"):
         weightless_model(config, policy_for(config, trainable="full"), lora=lora_config())

@@ -26,10 +26,11 @@ from isotype.compat.templates import limit_templates
 from isotype.compat.transformers import mark_as_sharded
 from isotype.core.arguments import did_you_mean
 from isotype.core.errors import Problem, UsageError, one_line
+from isotype.core.names import listed, names_one_of
 from isotype.data.methods import Method
 from isotype.model.adapters import add_lora, remember_base
 from isotype.model.enforce import enforce_model, policy_of
-from isotype.model.experts.stack import seen_dense
+from isotype.model.experts.stack import seen_dense, stacked_weights
 from isotype.model.modes import NoDraws
 from isotype.model.parts import LANGUAGE, read_parts
 from isotype.model.read_weights import layers_read
@@ -236,7 +237,11 @@ def check_module_names(model: Any, config: Any) -> None:
             if setting == "target_modules":
                 certain = sorted(_last(path for path in layers if f".{name}." in f".{path}"))
                 if not certain and any(_is_target(path, [name]) for path in modules):
+                    stacks = (f"{path}.{leaf}" for path, _, leaf in stacked_weights(model))
+                    inside = sorted(_last((path for path in stacks if f".{name}." in f".{path}"), 2))
                     otherwise = "give one of these"
+                    if inside:  # experts are weights of three dimensions, not layers
+                        otherwise = f"--lora_target_parameters {' '.join(inside)}"
                 # The names of another architecture's layers are not typing errors.
                 elif not certain and missing == names and (len(names) > 1 or name in of_other_models):
                     certain = ["all-linear"]
@@ -249,7 +254,24 @@ def check_module_names(model: Any, config: Any) -> None:
             problems.append(Problem(f"--lora_{setting} {name}", f"one of {', '.join(shown)}", fix, swap))
     if problems:
         raise UsageError("no such modules or parameters in the model", problems)
+    _check_saved_experts(model, converted)
     _check_rank(model, converted)
+
+
+def _check_saved_experts(model: Any, config: Any) -> None:
+    """Raise UsageError if experts are in `modules_to_save` and also get adapters; PEFT raises TypeError."""
+    saved = [*(getattr(config, "modules_to_save", None) or ())]
+    stacks = [f"{path}.{leaf}" for path, _, leaf in stacked_weights(model)]
+    targets = getattr(config, "target_parameters", None) or ()
+    for name in saved:
+        inside = [path for path in stacks if names_one_of(path, [name])]
+        if any(_is_target(path, targets) for path in inside):
+            what = f"--lora_modules_to_save {name}, with adapters on {listed(sorted(_last(inside, 2)))}"
+            expected = "experts that are trained whole or have adapters"
+            fix = (
+                "leave it out, or give --lora_target_modules the names of other layers, such as q_proj v_proj"
+            )
+            raise UsageError.of("experts cannot be trained in both ways", what, expected, fix)
 
 
 def _last(names: Iterable[str], parts: int = 1) -> set[str]:
