@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from torch import distributed
 
 from isotype.model.recompute import checkpointing
 from isotype.train.chat import answer
@@ -13,6 +16,14 @@ from isotype.train.run import Choice, Run
 def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answer the sample questions of a training in 4 tokens instead of 64: a tiny model seldom stops before the limit."""
     monkeypatch.setattr(answer, "__defaults__", (4,))
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture

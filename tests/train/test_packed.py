@@ -15,9 +15,11 @@ from rich.console import Console
 from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+import isotype
 from isotype.data.methods import METHODS
 from isotype.lora.loss.trl_head import may_go_by_lengths
 from isotype.lora.unpadded import mixes_documents
+from isotype.model.shard import is_sharded, outer_gathered, shard_model
 from isotype.precision.devices.profile import device_profile
 from isotype.train.preflight.plan import StepPlan
 from isotype.train.preflight.step import MIXED, check_plan
@@ -92,6 +94,16 @@ def test_models_whose_documents_would_see_each_other(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
 def test_models_that_keep_documents_apart(name: str) -> None:
     assert mixes_documents(tiny_model(name)) == ""
+
+
+@pytest.mark.usefixtures("process_group")
+def test_documents_are_tried_with_the_norm_that_fsdp_has_sharded() -> None:
+    """FSDP2 gathers the last norm for a forward of the whole model, and the trial runs the model without its head."""
+    model = tiny_model("llama")
+    shard_model(model, isotype.resolve_precision(model, dtype="float32", device="cpu"))
+    with outer_gathered(model):
+        assert mixes_documents(model) == ""
+    assert all(map(is_sharded, model.parameters()))
 
 
 def test_what_a_trial_raises_is_a_reason() -> None:

@@ -75,6 +75,17 @@ def free_gathered(model: nn.Module) -> None:
         reshard(module)
 
 
+@contextmanager
+def outer_gathered(model: Any) -> Iterator[None]:
+    """In the `with` block, FSDP2 keeps the parameters outside of the blocks gathered, so that parts of a model can run."""
+    if is_gathered(model):
+        model.unshard()
+    try:
+        yield
+    finally:
+        free_gathered(model)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a sharded tensor; for another tensor, `tensor` itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import peft
 import pytest
 import torch
 import transformers
-from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
 import isotype
@@ -144,14 +142,7 @@ def test_the_shift_of_labels_is_the_fused_heads(tmp_path: Path, put: Any, codes:
     assert {finding.code for finding in report_of(model, batch, tmp_path).errors} == codes
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("process_group")
 def test_parameters_that_fsdp_has_gathered_are_those_of_the_optimizer(tmp_path: Path) -> None:
     """FSDP2 gathers the parameters outside of the blocks before the whole model's forward."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

@@ -32,7 +32,7 @@ from isotype.data.placed import in_parts
 from isotype.data.tokens import IGNORED
 from isotype.lora.loss.trl_head import goes_by_lengths, take_packed_rows
 from isotype.lora.unpadded import hooks_see_one_row, mixes_documents
-from isotype.model.shard import is_sharded
+from isotype.model.shard import is_sharded, outer_gathered
 from isotype.train.rows.assistant import Span, assistant_spans, other_spans, renderer
 
 
@@ -74,7 +74,8 @@ def keep_rows(trainer: Any) -> str | None:
     model = without_peft(trainer.model)
     if goes_by_lengths(model) and not why_whole_rows(model):
         return None
-    mixed = mixes_documents(model)
+    with outer_gathered(trainer.model):
+        mixed = mixes_documents(model)
     if not trainer.args.packing:
         trainer.data_collator = Rows(replace(collator, padding_free=False), packed=False)
         return f"padding_free: rows are not joined into one: {mixed or _no_lengths(model)}"
