@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from isotype.compat.torch_fsdp import fake_process_group
 from isotype.records.finding import Action
 from isotype.records.trace import Origin, Trace
 from tests.rules.samples import LAYER, call, norm, operand, packed, trace
@@ -156,3 +158,18 @@ def test_inputs_follow_the_weights() -> None:
     )
     (finding,) = found(RULE, on(of_llama(), "mps"))
     assert not any(action.kind == "input" for fix in finding.fixes for action in fix.actions)
+
+
+def test_the_dtype_in_which_fsdp2_gathers_the_weights() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64))
+    with fake_process_group(1) as mesh:
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+        (finding,) = found(RULE, on(traced(model, {"input": torch.ones(64, 16)}), "v100"))
+    assert (
+        finding.cause
+        == "FSDP2 gathers the weights in bfloat16, by MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+    )
+    assert [fix.description for fix in finding.fixes] == [
+        "pass MixedPrecisionPolicy(param_dtype=torch.float16), and scale the loss by a GradScaler",
+        "pass MixedPrecisionPolicy(param_dtype=torch.float32)",
+    ]

@@ -81,7 +81,19 @@ def _slowdown(trace: Trace, calls: Sequence[Call], dtype: torch.dtype, target: t
 def fixes(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> tuple[Fix, ...]:
     """Return fixes that run the whole step in `other` or in float32, if the device runs that dtype natively and faster."""
     targets = dict.fromkeys(_targets(trace, dtype, other))
+    if _gathered(trace, dtype):
+        return tuple(_gather_in(target) for target in targets)
     return tuple(step_in(trace, dtype, target) for target in targets)
+
+
+def _gather_in(target: torch.dtype) -> Fix:
+    scaled = ", and scale the loss by a GradScaler" if target == torch.float16 else ""
+    return advice("param_dtype", f"pass MixedPrecisionPolicy(param_dtype={target}){scaled}")
+
+
+def _gathered(trace: Trace, dtype: torch.dtype) -> bool:
+    """Return True if FSDP2 casts weights to `dtype` when it gathers them."""
+    return any(dtype == weight.gathered != weight.dtype for weight in trace.weights)
 
 
 def _targets(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> list[torch.dtype]:
@@ -109,6 +121,8 @@ def _cause(trace: Trace, dtype: torch.dtype, calls: Sequence[Call]) -> str:
     computing = next((weight for weight, state in quantized(trace) if state.compute == dtype), None)
     if computing is not None:
         return f"the quantized layer {named(computing.module)} computes in {name}{computing.by_line}"
+    if _gathered(trace, dtype):
+        return f"FSDP2 gathers the weights in {name}, by MixedPrecisionPolicy(param_dtype=torch.{name})"
     if plain := _plain(trace, dtype):
         return plain[0].dtype_text
     causes = (operand.origin.cause for call in calls for operand in call.floats if operand.dtype == dtype)
