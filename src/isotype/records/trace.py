@@ -263,8 +263,7 @@ class Weight:
         repeats: number of equal weights in equal layers that this weight stands for, if equal layers are traced once.
         largest: largest absolute value; None if values are unknown.
         median_magnitude: median absolute value of the nonzero values; None if values are unknown.
-        exact_in: a 16-bit dtype that represents every value of a float32 weight exactly; None if there is none or it is
-            unknown.
+        exact_in: a 16-bit dtype that represents every value of a float32 weight exactly; None if none is known.
         unit: the module with which FSDP2 gathers the weight ("" for the model); None if the weight is not sharded.
         gathered: the dtype in which FSDP2 gathers the weight for a forward; None if FSDP2 casts no weights.
         was: the weight's dtype before the step's code cast it; None if the code does not cast it.
@@ -273,6 +272,7 @@ class Weight:
             else None.
         set_at: how a script's line set the dtype: `cast at train.py:12`; "" if unknown.
         codes_set_at: how a script's line replaced packed codes without their quantization state; "" if none is known.
+        emptied_at: the script's line that called `to_empty`, if nothing has set the values since; else "".
     """
 
     name: str
@@ -298,6 +298,7 @@ class Weight:
     set_on: tuple[str, bool] | None = None
     set_at: str = ""
     codes_set_at: str = ""
+    emptied_at: str = ""
 
     @property
     def dtype_text(self) -> str:

@@ -57,7 +57,9 @@ def find(trace: Trace) -> Findings:
     yield from _emptied_rows(trace)
     # Packed codes may have a float dtype (`quant_storage`). Their bits are no numbers.
     dense = (weight for weight in trace.weights if weight.quantization is None)
-    infinite = [weight for weight in dense if not math.isfinite(_largest(weight))]
+    infinite = [
+        w for w in dense if not (w.emptied_at or math.isfinite(_largest(w)))
+    ]  # IST504 names emptied weights
     if infinite:
         how = "load, merge or compute the weight again in a wider dtype, in which all numbers are finite"
         message = f"{counted(infinite, 'weight', 'hold')} values that are not finite"

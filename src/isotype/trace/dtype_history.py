@@ -1,5 +1,6 @@
-"""Remembers which line of a script created each parameter and buffer in its dtype, cast it, or replaced its 4-bit codes."""
+"""Remembers which line of a script created, cast or emptied each weight, replaced 4-bit codes, or cast optimizer states."""
 
+import math
 import re
 import weakref
 from collections import Counter
@@ -15,13 +16,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from isotype.compat.replaced import Replacements
 from isotype.compat.standard import frame_above
+from isotype.compat.torch import has_values
 from isotype.compat.torch_casts import around_weights, weights_in
 from isotype.core.dtypes import FLOATS
 from isotype.core.names import short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import asking_line, is_library, shown
 from isotype.model.quantized import quantization_state
-from isotype.model.shard import is_sharded
+from isotype.model.shard import is_sharded, local
 from isotype.records.finding import in_library
 from isotype.records.trace import CAST_FUNCTIONS
 
@@ -40,6 +42,11 @@ _holders: dict[int, list[tuple[weakref.ref[nn.Module], str]]] = {}
 
 _codes: MutableMapping[nn.Module, tuple[Any, str]] = WeakIdKeyDictionary()
 """4-bit layer -> (its quantization state, text about the line) when `load_state_dict` replaced the codes, but not the state."""
+_emptied: MutableMapping[nn.Module, str] = WeakIdKeyDictionary()
+"""Module -> line that has called `to_empty` for it."""
+_MOST_FILLED = 1 << 24
+"""Larger tensors stay uninitialized memory, which occupies nothing until code sets its values."""
+
 
 default_dtypes: dict[torch.dtype, str] = {}
 """Dtype -> last line of the script that has set it as torch's default dtype, while lines were recorded."""
@@ -52,11 +59,12 @@ state_casts = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[StateCast, 
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """In the `with` block, record the lines that create or cast weights or optimizer states, or set the default dtype."""
+    """In the `with` block, record the lines that create, cast or empty weights, cast optimizer states, or set the default dtype."""
     with around_weights(_registered, _assigned, _copied), Replacements() as replaced:
         replaced.wrap(torch, "set_default_dtype", _default_set)
         replaced.wrap(nn.Module, "_load_from_state_dict", _loading)
         replaced.wrap(torch.optim.Optimizer, "load_state_dict", _states_loaded)
+        replaced.wrap(nn.Module, "to_empty", _to_empty)
         yield
 
 
@@ -82,6 +90,23 @@ def _default_set(original: Callable[..., None], *args: Any, **kwargs: Any) -> No
     original(*args, **kwargs)
     if (line := shown(asking_line())) and not in_library(line):  # transformers sets and restores it
         default_dtypes[torch.get_default_dtype()] = short(line)
+
+
+def _to_empty(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call `to_empty`, and fill the uninitialized memory with NaN, by which `emptied_at` recognizes it."""
+    result, line = original(module, *args, **kwargs), short(shown(asking_line()))
+    for part in module.modules():
+        _emptied[part] = line
+        for tensor in map(local, weights_in(part).values()):
+            if tensor.is_floating_point() and tensor.numel() <= _MOST_FILLED:
+                tensor.detach().fill_(math.nan)
+    return result
+
+
+def emptied_at(module: nn.Module, name: str) -> str:
+    """Return the line after which nothing has set the values of a module's weight; "" if there is none."""
+    line, tensor = _emptied.get(module, ""), local(weights_in(module)[name])
+    return line if line and has_values(tensor) and tensor.numel() and tensor.isnan().all() else ""
 
 
 def set_at(module: nn.Module, name: str) -> str:

@@ -24,7 +24,7 @@ from isotype.model.walk import Place, kind_of, places, repeats_of
 from isotype.precision.policy import is_pinned
 from isotype.records.memory import MemoryKind
 from isotype.records.trace import Quantization, Weight
-from isotype.trace.dtype_history import codes_set_at, set_at
+from isotype.trace.dtype_history import codes_set_at, emptied_at, set_at
 
 # Larger tensors get no median and no digits. Norms, biases and adapters are far smaller.
 _MOST_ELEMENTS = 1 << 24
@@ -76,6 +76,7 @@ def tensors_and_weights(model: nn.Module) -> list[tuple[torch.Tensor, Weight]]:
                 # Adapters that are added later do not get the attribute of the base model.
                 set_at=set_at(place.module, name),
                 codes_set_at=codes_set_at(place.module) if name == "weight" else "",
+                emptied_at=emptied_at(place.module, name),
                 set_on=None if buffer or place.adapter else next(misspelt, None) or set_on.get(place.name),
             )
             rows[id(tensor)] = tensor, row

@@ -146,7 +146,7 @@ def _with_history(
     rows = []
     for weight in faked:
         was, values = before.get(weight.name, weight.dtype), by_name.get(weight.name, weight)
-        names = ("largest", "median_magnitude", "exact_in", "unit", "gathered", "codes_set_at")
+        names = ("largest", "median_magnitude", "exact_in", "unit", "gathered", "codes_set_at", "emptied_at")
         of_real = {name: getattr(values, name) for name in names}
         of_real["set_at"] = values.set_at if values.dtype == weight.dtype else ""
         rows.append(replace(weight, **of_real, was=None if was == weight.dtype else was))
