@@ -119,9 +119,8 @@ def test_the_least_time_of_products_by_hand() -> None:
 
 
 def test_a_step_has_no_time_where_a_dtype_has_no_rate() -> None:
-    product = call(
-        "aten.mm.default", operand(torch.float64), operand(torch.float64), result=torch.float64, flops=8
-    )
+    values = operand(torch.complex64)
+    product = call("aten.mm.default", values, values, result=torch.complex64, flops=8)
     assert step_time(on(trace(calls=[product]), "t4")) is None
     known = call("aten.mm.default", operand(torch.bfloat16), operand(torch.bfloat16), flops=8)
     assert step_time(on(trace(calls=[known]), "a100")) is not None
