@@ -1,7 +1,7 @@
 """isotype: LoRA and QLoRA fine-tuning under one precision policy.
 
-Names are imported when they are first used: `import isotype` loads neither transformers nor bitsandbytes and
-patches nothing.
+Names are imported when they are first used. `import isotype` loads neither transformers nor bitsandbytes, and patches
+nothing.
 """
 
 from importlib import import_module

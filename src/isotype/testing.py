@@ -1,4 +1,5 @@
-"""A pytest fixture for tests of a model or a library: `isotype_check(model, inputs, …)` fails the test on an error.
+"""A pytest fixture that checks a model or a library: `isotype_check(model, inputs, …)` fails the test if the check
+has an error.
 
 pytest loads the fixture if isotype is installed (entry point `pytest11`).
 """
@@ -11,10 +12,10 @@ import pytest
 
 @pytest.fixture
 def isotype_check() -> Callable[..., Any]:
-    """Return a function that calls `isotype.check` and fails the test with the whole report if a finding is an error.
+    """Return a function that calls `isotype.check`. It fails the test with the whole report if a finding is an error.
 
-    The function takes the arguments of `isotype.check`, and returns the report. With `fail_on="warning"`, a warning
-    fails the test, too.
+    The function has the arguments of `isotype.check` and returns the report. With `fail_on="warning"`, a warning also
+    fails the test.
 
         def test_my_layer_keeps_dtypes(isotype_check):
             isotype_check(MyModel().bfloat16(), {"x": torch.randn(2, 8, dtype=torch.bfloat16)}, device="t4")

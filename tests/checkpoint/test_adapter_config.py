@@ -136,7 +136,7 @@ def test_matrices_of_two_ranks(adapter: Path, tmp_path: Path) -> None:
     assert problem(directory).startswith(
         "adapter_model.safetensors: model.layers.0.self_attn.q_proj.lora_A.weight has the shape [3, 64], "
         "and its B has [64, 4]\n"
-        "    expected  B with one column per row of A: 3\n"
+        "    expected  a B with one column for each row of A: 3\n"
     )
 
 

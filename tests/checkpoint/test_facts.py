@@ -174,8 +174,8 @@ def test_a_config_that_its_class_refuses() -> None:
     assert message(config) == (
         "the config does not fit its model class\n"
         "  - LlamaConfig: LlamaForCausalLM fails with KeyError: 'nope'\n"
-        "    expected  a config that the class can be built from\n"
-        "    fix       take the config.json and the transformers version that the checkpoint was published with"
+        "    expected  a config from which the class can be built\n"
+        "    fix       use the config.json and the transformers version with which the checkpoint was published"
     )
 
 
@@ -466,7 +466,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
         "not a checkpoint\n"
         f"  - the directory {tmp_path} holds notes.txt\n"
         "    expected  config.json and model.safetensors, or a .gguf file\n"
-        "    fix       give the directory that save_pretrained() wrote"
+        "    fix       pass the directory that save_pretrained() wrote"
     )
 
 
@@ -496,7 +496,7 @@ def test_an_empty_directory(tmp_path: Path) -> None:
             "unknown model",
             "{0} has no model_type",
             f"a model_type that transformers {version} has",
-            "add the model_type, or give the directory that save_pretrained() wrote",
+            "add the model_type, or pass the directory that save_pretrained() wrote",
         ),
         (
             '{"model_type": "lama"}',
@@ -517,7 +517,7 @@ def test_an_empty_directory(tmp_path: Path) -> None:
             "unknown model",
             "{0}: model_type 'zzzzzz'",
             f"a model_type that transformers {version} has",
-            "isotype runs no code of a checkpoint: load the model yourself, and give the nn.Module",
+            "isotype runs no code of a checkpoint, so load the model yourself and pass the nn.Module",
         ),
         (
             '{"model_type": "llama", "torch_dtype": "bfloat17"}',
@@ -704,7 +704,7 @@ def test_pickles_on_the_hub_are_refused(hub: Path, monkeypatch: pytest.MonkeyPat
         "no readable safetensors on the hub\n"
         "  - hub id owner/name: 'owner/name' is not a safetensors repo.\n"
         "    expected  weights in safetensors\n"
-        "    fix       give a revision of the model that has safetensors, or convert the model; pickled weights are not read"
+        "    fix       use a revision of the model that has safetensors, or convert the model; pickled weights are not read"
     )
 
 
@@ -716,7 +716,7 @@ def test_pickles_on_the_hub_are_refused(hub: Path, monkeypatch: pytest.MonkeyPat
             "connect to the network, so that isotype can search the hub, or give a local directory; "
             "HF_HUB_OFFLINE=1 uses the local cache without a wait",
         ),
-        (False, "check the spelling; for a private or gated model log in with `hf auth login`"),
+        (False, "check the spelling; for a private or gated model, log in with `hf auth login`"),
     ],
 )
 def test_a_missing_network_is_no_misspelled_name(

@@ -356,7 +356,7 @@ def test_a_pre_tokenizer_that_nobody_knows_is_warned_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="pre-tokenizer") as caught:
         tokenizer_copy(read_headers(path), cache_dir=tmp_path / "cache")
     assert [str(warning.message) for warning in caught] == [
-        "transformers has no rule for the pre-tokenizer 'falcon' of this GGUF file and splits text as GPT-2 does: "
+        "transformers has no rule for the pre-tokenizer 'falcon' of this GGUF file, and splits text as GPT-2 does: "
         "some texts become other tokens than in training; use the tokenizer of the original model"
     ]
 
@@ -433,7 +433,7 @@ def test_no_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert refused(SaveError, tokenizer_copy, read_headers(tiny), cache_dir=tmp_path) == (
         f"the tokenizer of a GGUF file cannot be written\n  - {target}: {os.strerror(errno.ENOSPC)}\n"
         "    expected  a writable directory on a disk with free space\n"
-        "    fix       free some room, or set ISOTYPE_CACHE to another directory"
+        "    fix       free some space, or set ISOTYPE_CACHE to another directory"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -202,12 +202,12 @@ def test_all_problems_at_once_but_not_thousands(tmp_path: Path) -> None:
             b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
             "it is a Git LFS pointer: run git lfs pull",
         ),
-        (b"GGUF" + bytes(40), "it is a GGUF file: give it a name that ends in .gguf"),
+        (b"GGUF" + bytes(40), "it is a GGUF file: rename it to a name that ends in .gguf"),
         (
             b"<!DOCTYPE html><html></html>",
             "it is an HTML or XML page, not the file itself: download it again",
         ),
-        (b"PK\x03\x04" + b"abcdefgh", "it is a PyTorch file: give it a name that ends in .bin"),
+        (b"PK\x03\x04" + b"abcdefgh", "it is a PyTorch file: rename it to a name that ends in .bin"),
         (b"\xff" * 16, "it is not a safetensors file, or damaged: download or save it again"),
     ],
 )
@@ -262,7 +262,7 @@ def test_everything_wrong_with_shards_at_once(tmp_path: Path) -> None:
         "    fix       the file is damaged: download, copy or save it again\n"
         "  - 3.safetensors is missing; model.safetensors.index.json expects d in it\n"
         f"    expected  the file {tmp_path}/3.safetensors\n"
-        "    fix       download or copy it into the directory"
+        "    fix       download the shard, or copy it into the directory"
     )
 
 
@@ -303,7 +303,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
         f"  - the directory {tmp_path} holds 0.txt, 1.txt, 2.txt, 3.txt, 4.txt, 5.txt and 2 more\n"
         "    expected  one of model.safetensors, model.safetensors.index.json, pytorch_model.bin, "
         "pytorch_model.bin.index.json, adapter_model.safetensors or a .gguf file\n"
-        "    fix       give the directory that holds the weights"
+        "    fix       pass the directory that contains the weights"
     )
 
 
@@ -313,7 +313,7 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
         "it is unknown which safetensors files belong to the model\n"
         f"  - the directory {tmp_path} holds model-00001-of-00002.safetensors\n"
         "    expected  model.safetensors, or shards listed in model.safetensors.index.json\n"
-        "    fix       copy the index along with the shards, or rename a single file to model.safetensors"
+        "    fix       copy the index together with the shards, or rename a single file to model.safetensors"
     )
 
 
@@ -324,7 +324,7 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
         f"  - the file {tmp_path}/a.txt\n"
         "    expected  a directory, or a file ending in .safetensors, .gguf, .bin, .pt, .safetensors.index.json or "
         ".bin.index.json\n"
-        "    fix       give the directory or file that holds the weights"
+        "    fix       pass the directory or file that contains the weights"
     )
 
 

@@ -159,11 +159,11 @@ def test_an_adapter_without_the_head_is_refused(tmp_path: Path) -> None:
     assert refused(isotype.CheckpointError, load_for_inference, tmp_path / "adapter", device="cpu") == (
         f"the adapter {tmp_path / 'adapter'} does not fit the base model, a BertForSequenceClassification\n"
         "  - classifier.weight is neither in the base nor in the adapter\n"
-        "    expected  every weight of the model: a missing weight gets new random values in every load\n"
-        "    fix       train again (isotype saves these weights with the adapter), or give a base that contains them\n"
+        "    expected  all weights of the model, because a missing weight gets new random values in every load\n"
+        "    fix       train again (isotype saves these weights with the adapter), or use a base that contains them\n"
         "  - classifier.bias is neither in the base nor in the adapter\n"
-        "    expected  every weight of the model: a missing weight gets new random values in every load\n"
-        "    fix       train again (isotype saves these weights with the adapter), or give a base that contains them"
+        "    expected  all weights of the model, because a missing weight gets new random values in every load\n"
+        "    fix       train again (isotype saves these weights with the adapter), or use a base that contains them"
     )
 
 

@@ -66,7 +66,7 @@ def test_names_of_a_gguf_file_are_said_to_be_others_once(capsys):
     assert main(["inspect", "embedded:smollm2", "--plan", "--dtype", "float32", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert out.count("renamed") == 1
-    assert "renamed: the files have other names for all tensors" in out
+    assert "renamed: the files use other names for all tensors" in out
 
 
 def test_json_has_every_tensor_with_its_place(saved, capsys):
@@ -117,5 +117,5 @@ def test_an_incomplete_checkpoint_has_no_plan(tmp_path, capsys):
 def test_arguments_of_a_plan_need_a_plan(saved, capsys):
     assert main(["inspect", str(saved("llama")), "--dtype", "bf16"]) == 2
     assert (
-        "--dtype\n    expected  --plan, because only a plan uses these arguments" in capsys.readouterr().err
+        "--dtype\n    expected  --plan, because only --plan uses these arguments" in capsys.readouterr().err
     )

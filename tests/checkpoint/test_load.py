@@ -538,7 +538,7 @@ def test_no_class_for_the_config(saved: Saved) -> None:
         "no model class for this checkpoint\n"
         "  - T5Config: model_type 't5' with architectures ['T5ForConditionalGeneration']\n"
         "    expected  a class of AutoModelForCausalLM\n"
-        "    fix       give a checkpoint for which transformers has a model class, or model_class= in Python"
+        "    fix       use a checkpoint for which transformers has a model class, or pass model_class= in Python"
     )
 
 
@@ -562,7 +562,7 @@ def test_a_policy_for_other_weights_is_refused_before_they_are_read(
     assert refused(isotype.PrecisionError, isotype.load, tmp_path, other) == (
         "the weights have another format than the policy's storage\n"
         f"  - {tmp_path}, saved in nf4, under a policy with storage {storage}\n"
-        "    expected  the format the weights are stored in\n"
+        "    expected  the format in which the weights are stored\n"
         "    fix       resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "
         "checkpoint, give isotype.load its path and the policy"
     )

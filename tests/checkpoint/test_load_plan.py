@@ -225,8 +225,8 @@ def test_a_head_of_another_class_starts_from_fresh_values(saved):
     plan = compared(saved("llama"), model_class=auto, num_labels=1)
     plan.match.require_complete()
     assert dict(plan.match.initialised) == {
-        "score.weight": "the checkpoint is a LlamaForCausalLM: LlamaForSequenceClassification draws new values for "
-        "this part"
+        "score.weight": "the checkpoint is a LlamaForCausalLM, so LlamaForSequenceClassification initialises "
+        "this part with random values"
     }
     assert [tensor.name for tensor in plan.match.surplus] == ["lm_head.weight"]
 

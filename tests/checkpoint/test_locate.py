@@ -94,8 +94,8 @@ def test_a_missing_path_names_its_neighbours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tail", "fix"),
     [
-        ("zzz", "nothing in {0} has a similar name: check the path"),
-        ("no/zzz", "{0}/no is not an existing directory either: check the path"),
+        ("zzz", "nothing in {0} has a similar name, so check the path"),
+        ("no/zzz", "{0}/no is not an existing directory either, so check the path"),
     ],
 )
 def test_a_missing_path_without_neighbours(tmp_path: Path, tail: str, fix: str) -> None:
@@ -115,7 +115,7 @@ def test_unknown_embedded_model() -> None:
         "no such embedded model\n"
         "  - model embedded:gpt5\n"
         "    expected  embedded:smollm2\n"
-        "    fix       give one of these, a path or a hub id"
+        "    fix       use one of these names, a path or a hub id"
     )
 
 

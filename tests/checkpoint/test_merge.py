@@ -550,7 +550,7 @@ def test_a_float16_overflow_is_an_error_that_names_the_weights(make: Make, tmp_p
         "float16 cannot represent the merged weights\n"
         "  - lm_head.weight: values up to 1e+05\n"
         "    expected  at most 65504\n"
-        "    fix       give --dtype bfloat16 or float32"
+        "    fix       set --dtype bfloat16 or float32"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
 
@@ -584,7 +584,7 @@ def test_without_a_tokenizer_the_merge_says_what_it_left_out(make: Make, tmp_pat
         file.unlink()
     report = merge_adapter(make(on=bare), tmp_path / "merged")
     assert report.logits is None
-    assert report.notes == ("logits were not compared: neither adapter nor base has a tokenizer",)
+    assert report.notes == ("logits were not compared, because neither adapter nor base has a tokenizer",)
     assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
@@ -627,8 +627,8 @@ def test_a_write_that_fails_leaves_nothing(make: Make, tmp_path: Path) -> None:
     assert re.fullmatch(
         rf"the merged model cannot be written\n  - {tmp_path}/merged: .*File too large.*\n"
         r"    expected  a writable directory on a disk with free space\n"
-        r"    fix       free some space, or give --output on another disk\n"
-        r"  = the adapter and its base are unchanged, and no partial file is left: run the same command again",
+        r"    fix       free some space, or set --output on another disk\n"
+        r"  = the adapter and its base are unchanged, and no partial file remains: run the same command again",
         str(caught.value),
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
@@ -643,8 +643,8 @@ def test_a_full_disk_is_found_before_the_first_byte(
         "the merged model cannot be written\n"
         f"  - {tmp_path}: 0 B are free\n"
         "    expected  178 KiB for the weights\n"
-        "    fix       free some space, or give --output on another disk\n"
-        "  = the adapter and its base are unchanged, and no partial file is left: run the same command again"
+        "    fix       free some space, or set --output on another disk\n"
+        "  = the adapter and its base are unchanged, and no partial file remains: run the same command again"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
 
@@ -688,7 +688,7 @@ def test_an_output_that_is_taken(base: Path, tmp_path: Path) -> None:
         "the output directory already exists\n"
         f"  - --output {tmp_path}/file: a file\n"
         "    expected  a directory that does not exist yet, or an empty one\n"
-        "    fix       give another directory, or remove this one first"
+        "    fix       use another directory, or remove this one first"
     )
     with pytest.raises(UsageError, match=f"--output {base}: a directory with files in it"):
         merge_adapter(tmp_path, base)
@@ -706,7 +706,7 @@ def test_no_adapter(base: Path, tmp_path: Path) -> None:
         f"  - the directory {base} holds config.json, generation_config.json, model.safetensors, tokenizer.json, "
         "tokenizer_config.json\n"
         "    expected  adapter_config.json and adapter_model.safetensors\n"
-        "    fix       give the directory of an adapter; this directory holds a whole model, which needs no merge"
+        "    fix       pass the directory of an adapter; this directory contains a whole model, which needs no merge"
     )
 
 
@@ -718,7 +718,7 @@ def test_an_adapter_without_weights(make: Make, tmp_path: Path) -> None:
         "an adapter without weights\n"
         f"  - the directory {adapter} holds adapter_config.json, precision_policy.json\n"
         "    expected  adapter_model.safetensors\n"
-        "    fix       give the --output_dir of a training run that ended, or one of its checkpoint folders"
+        "    fix       pass the --output_dir of a training run that has ended, or one of its checkpoint folders"
     )
 
 
@@ -734,7 +734,7 @@ def test_a_base_that_is_gone(make: Make, tmp_path: Path) -> None:
         "the adapter's base model cannot be opened\n"
         f"  - {adapter}/adapter_config.json names {tmp_path}/gone (no such model: model {tmp_path}/gone)\n"
         "    expected  the model that the adapter was trained on\n"
-        "    fix       correct base_model_name_or_path in that file (isotype merge also takes --base)"
+        "    fix       correct base_model_name_or_path in that file (isotype merge also accepts --base)"
     )
     edit_config(adapter, base_model_name_or_path=None)
     with pytest.raises(CheckpointError, match="the adapter names no base model"):
@@ -748,10 +748,10 @@ def test_a_base_of_another_shape(make: Make, tmp_path: Path) -> None:
         f"the adapter {adapter} does not fit the base model, a LlamaForCausalLM\n"
         f"  - {Q}.lora_A.weight of shape (4, 64)\n"
         "    expected  shape (4, 128), for this base model\n"
-        "    fix       give the base model that the adapter was trained on\n"
+        "    fix       use the base model that the adapter was trained on\n"
         f"  - {Q}.lora_B.weight of shape (64, 4)\n"
         "    expected  shape (128, 4), for this base model\n"
-        "    fix       give the base model that the adapter was trained on"
+        "    fix       use the base model that the adapter was trained on"
     )
 
 
@@ -764,8 +764,9 @@ def test_a_base_of_another_depth(make: Make, tmp_path: Path) -> None:
     shallow = save_base(tmp_path / "shallow")
     with pytest.raises(CheckpointError) as caught:
         merge_adapter(adapter, tmp_path / "merged", base=shallow)
-    assert "tensor model.layers.1.self_attn.q_proj.lora_A.weight\n    expected  a module of that name" in str(
-        caught.value
+    assert (
+        "tensor model.layers.1.self_attn.q_proj.lora_A.weight\n    expected  a module with this name"
+        in str(caught.value)
     )
 
 
@@ -779,7 +780,7 @@ def test_names_without_the_prefix_of_the_base_are_one_problem(make: Make, tmp_pa
         f"the adapter {adapter} does not fit the base model, a LlamaForCausalLM\n"
         "  - the prefix '' instead of 'model.' in the names of 2 tensors\n"
         f"    expected  names as in the base model: {Q}.lora_A.weight\n"
-        "    fix       give the base model that the adapter was trained on, or rename the tensors in the file: "
+        "    fix       use the base model that the adapter was trained on, or rename the tensors in the file: "
         f"base_model.model.{Q.removeprefix('model.')}.lora_A.weight to base_model.model.{Q}.lora_A.weight"
     )
 
@@ -813,7 +814,7 @@ def test_kinds_that_cannot_be_merged(base: Path, make: Make, tmp_path: Path) -> 
     add_lora(load(base, policy), policy, config).save_pretrained(tmp_path / "prompt")
     assert refused(UsageError, merge_adapter, tmp_path / "prompt", tmp_path / "merged") == (
         "this adapter cannot be merged\n"
-        f"  - {tmp_path}/prompt: a PROMPT_TUNING adapter; it adds virtual tokens to the input and changes no weight\n"
+        f"  - {tmp_path}/prompt: a PROMPT_TUNING adapter; it adds virtual tokens to the input, and changes no weight\n"
         "    expected  an adapter that adds to weights: LoRA, DoRA, LoHa, LoKr, OFT, IA3, …\n"
         f"    fix       use it together with its base: isotype chat {tmp_path}/prompt"
     )
@@ -964,8 +965,8 @@ def test_what_the_terminal_shows() -> None:
         "unchanged         600 of these entries have the base model's values (30.00 %) after rounding",
         "kept              87.5 % of what was learned: 1 - KL(trained || merged) / KL(trained || base), on",
         "                  held-back rows of t.jsonl (8) (30 tokens)",
-        "logits            differ from the trained model's by at most 0.5 (KL 0.0125 nats); the base model's",
-        "                  logits differ by KL 0.1 nats",
+        "logits            differ from the logits of the trained model by at most 0.5 (KL 0.0125 nats); the",
+        "                  logits of the base model differ by KL 0.1 nats",
         "loss              base 3.0000, trained 2.0000, merged 2.2500 (75.0 % of the reduction)",
         "smallest          format that keeps 98.0 % of what was learned: --gguf q8_0 (8.5 bits a weight,",
         "                  keeps 99.4 %)",
@@ -1101,7 +1102,7 @@ def test_rows_of_an_embedding_are_merged_into_a_quantized_model(make: Make, tmp_
 
 def test_an_adapter_in_a_folder_of_the_named_one_is_suggested(make: Make, tmp_path: Path) -> None:
     adapter = make()
-    with pytest.raises(CheckpointError, match=f"a folder in it that holds an adapter: {adapter}"):
+    with pytest.raises(CheckpointError, match=f"a folder in it that contains an adapter: {adapter}"):
         merge_adapter(tmp_path, tmp_path / "merged")
 
 

@@ -232,7 +232,7 @@ def test_another_reader_finds_the_model_of_the_safetensors(base: Path, adapter: 
 def test_a_gguf_file_of_another_format_is_refused(
     adapter: Path, tmp_path: Path, more: Any, given: str
 ) -> None:
-    with pytest.raises(UsageError, match="a merged model cannot be stored like this") as caught:
+    with pytest.raises(UsageError, match="a merged model cannot be stored in this format") as caught:
         merge_adapter(adapter, tmp_path / "model.gguf", **more)
     (problem,) = caught.value.problems
     assert problem.given.endswith(given)
@@ -312,4 +312,4 @@ def test_float16_that_overflows_in_a_gguf_file(base: Path, tmp_path: Path) -> No
     model = add_lora(load(base, policy), policy, r=4, lora_alpha=8, target_modules=TARGETS)
     with pytest.raises(PrecisionError, match="float16 cannot represent the merged weights") as caught:
         merge_adapter(save_trained(model, tmp_path / "adapter", scale=1e3), tmp_path / "m.gguf", stored="f16")
-    assert caught.value.problems[0].fix == "give --gguf bf16 or f32"
+    assert caught.value.problems[0].fix == "set --gguf bf16 or f32"

@@ -142,11 +142,11 @@ def test_a_pickle_in_disguise_is_not_run(tmp_path):
         write(tmp_path / name)
         text = refused(tmp_path / name)
         assert text.startswith(f"cannot read {tmp_path / name}\n")
-        assert "take the checkpoint in safetensors" in text
+        assert "use the checkpoint in safetensors" in text
     assert not mark.exists()
     assert (
         "a pickle of other objects than tensors: posix.mkdir\n"
-        "    expected  tensors only: unpickling anything else may run code\n"
+        "    expected  only tensors, because unpickling anything else may run code\n"
     ) in refused(tmp_path / "pytorch_model.bin")
 
 
@@ -176,7 +176,7 @@ def test_torch_files_without_their_index(tmp_path):
         "it is unknown which files belong to the model\n"
         f"  - pytorch_model-00001-of-00002.bin in {tmp_path}\n"
         "    expected  model.safetensors or pytorch_model.bin, in one file or as shards with an index\n"
-        "    fix       copy the index along with the shards, or give the path of a single file"
+        "    fix       copy the index together with the shards, or pass the path of a single file"
     )
 
 

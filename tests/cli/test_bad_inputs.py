@@ -69,7 +69,7 @@ SFT = "--model_name_or_path chat --dataset_name sft.jsonl --output_dir out --dev
     [
         (
             "--max_steps -5",
-            ["--max_steps -5 expected at least 1 step", "--max_steps 5, or leave --max_steps out"],
+            ["--max_steps -5 expected at least 1 step", "--max_steps 5, or omit --max_steps"],
         ),
         ("--lora_dropout 1", ["--lora_dropout 1.0 expected at least 0, less than 1"]),
         ("--lora_dropout -0.1 --lora_r 0 --lora_alpha 0", ["lora_dropout -0.1", "lora_r 0", "lora_alpha 0"]),
@@ -164,7 +164,7 @@ TOO_LONG = "it does not exist" if sys.version_info >= (3, 14) else "File name to
         ("doctor --js", ["did you mean --json?"]),
         ("run --step 2 bad_build.py", ["did you mean --steps?"]),
         ("run --device t44 bad_build.py", ["unknown device", "did you mean t4?"]),
-        ("run --device '5060 ti' bad_build.py", ["give one of rtx5060ti-16g, rtx5060ti-8g"]),
+        ("run --device '5060 ti' bad_build.py", ["use one of rtx5060ti-16g, rtx5060ti-8g"]),
         ("plan chat --max_memory 10", ["--max-memory 10 expected", "fix --max-memory 10GiB"]),
         ("check chat --lora_r -1 --learning_rate -1", ["--lora_r -1", "--learning_rate -1"]),
         ("check chat --optim adamw_troch", ["did you mean adamw_torch"]),
@@ -387,7 +387,7 @@ def test_a_command_of_a_program_that_is_not_translated(capsys, folder, monkeypat
     message = said(capsys, folder, monkeypatch, f"{first} {command}")
     assert "error: the command begins with another program" in message
     assert f"the command of {program} " in message
-    assert "fix isotype check MODEL checks a model alone" in message
+    assert "fix isotype check MODEL checks only a model" in message
     assert message.count("expected ") == 1
 
 

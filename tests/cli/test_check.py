@@ -335,7 +335,7 @@ def test_what_is_auto_is_planned_for_the_device_that_is_named(capsys, config, tm
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a model that takes images of any size, without a processor."""
+    """The config of a model that accepts images of any size, without a processor."""
     return _config_of(tmp_path_factory.mktemp("qwen2_vl"), "qwen2_vl")
 
 
@@ -359,7 +359,7 @@ def test_text_alone_is_not_called_clean_of_a_model_that_takes_pictures(capsys, s
     assert status == 0
     assert "runs clean" not in out
     assert "The text part of this step runs on NVIDIA H100" in out
-    assert "the step does not use model.visual: only text was checked" in " ".join(out.split())
+    assert "the step does not use model.visual, so only the text part was checked" in " ".join(out.split())
     assert "--image 1024x768 adds an image of that size to each row" in " ".join(out.split())
 
 

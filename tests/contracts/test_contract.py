@@ -294,7 +294,7 @@ def test_a_cpu_that_nobody_has_measured_is_judged_by_the_nearest_and_says_so(
     # What all x86 CPUs do alike is no matter of their instructions.
     assert contracts.judge("aten.mm.default", (F, B)) == CPU.judge("aten.mm.default", (F, B))
     assert doubts(profile) == [
-        "this is a CPU of type aarch64, and the tables were measured on x86 CPUs: the check uses the table "
+        "this is a CPU of type aarch64, but the tables were measured on x86 CPUs: the check uses the table "
         f"{profile.contracts}"
     ]
 
@@ -312,7 +312,9 @@ def test_another_torch_than_the_tables_is_said(monkeypatch: pytest.MonkeyPatch) 
 def test_a_gpu_that_builds_for_cuda_13_do_not_run_on_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", MEASURED)
     v100 = device_profile("v100")
-    sentence = "torch is a build for CUDA 12.6: builds for CUDA 13 do not run on NVIDIA V100 SXM2 16 GB"
+    sentence = (
+        "torch is a build for CUDA 12.6, because builds for CUDA 13 do not run on NVIDIA V100 SXM2 16 GB"
+    )
     assert doubts(v100) == [sentence]
     assert doubts(replace(v100, present=True)) == []
 

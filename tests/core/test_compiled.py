@@ -161,7 +161,7 @@ def refusal(source: Path, caplog: pytest.LogCaptureFixture) -> str:
             load_compiled(source, ["-DANSWER=49"])
     (line,) = caplog.messages
     assert line == (
-        f"{caught.value}: no compiled library is loaded; remove this path, or set ISOTYPE_CACHE to your own folder"
+        f"{caught.value}, so no compiled library is loaded; remove this path, or set ISOTYPE_CACHE to your own folder"
     )
     return str(caught.value)
 
@@ -212,9 +212,9 @@ def test_what_belongs_to_somebody_else_is_not_loaded(
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "stat", looked)
-            assert refusal(source, caplog) == f"{theirs} belongs to user {user + 1}, and this is user {user}"
+            assert refusal(source, caplog) == f"{theirs} belongs to user {user + 1}, but this is user {user}"
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert refusal(source, caplog) == f"{cache} belongs to user {user}, and this is user {user + 1}"
+    assert refusal(source, caplog) == f"{cache} belongs to user {user}, but this is user {user + 1}"
 
 
 def test_what_a_killed_compiler_leaves_is_removed_by_the_next(

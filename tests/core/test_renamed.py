@@ -63,7 +63,7 @@ def test_in_a_config_file_too(tmp_path) -> None:
         ("--quantization 8-bit", "did you mean int8?"),
         ("--sequence_len 512", "did you mean --max_length?"),
         ("--use_lora True", "--use_peft True"),
-        ("--group_by_length False", "leave it out"),
+        ("--group_by_length False", "omit it"),
         ("--use_unsloth True", "see isotype sft --help"),
         ("--learning_rate 2e-4,", "--learning_rate 2e-4"),
         ("--learning_rate fast", "--learning_rate 2e-05"),

@@ -272,6 +272,6 @@ def test_sparse_products_on_a_gpu(product: Callable[..., torch.Tensor]) -> None:
         "the device raises: \"addmm_sparse_cuda\" not implemented for 'Half'",
     )
     (fix,) = finding.fixes
-    assert (fix.text.partition(" around ")[0], fix.verified) == ("switch autocast off", True)
+    assert (fix.text.partition(" around ")[0], fix.verified) == ("turn autocast off", True)
     healthy = isotype.check(Head(product), inputs, device="t4", wiring=False)
     assert (healthy.errors, healthy.trace.failure) == ((), None)

@@ -44,7 +44,7 @@ def _rounded_before_it_is_scaled(time: torch.Tensor) -> torch.Tensor:
         (_rounded, torch.tensor([997.0, 998.4]), "numbers are rounded to 16 bits at test_timesteps.py:"),
         (_rounded, torch.tensor([997, 3]), "numbers are rounded to 16 bits at test_timesteps.py:"),
         (_rounded_before_it_is_scaled, torch.tensor([0.9783, 0.1]), "numbers are rounded to 16 bits at "),
-        (_as_given, torch.tensor([997.0, 3.0]).to(BF16), "the input time has 16 bits"),
+        (_as_given, torch.tensor([997.0, 3.0]).to(BF16), "the input time is 16-bit"),
     ],
 )
 def test_a_timestep_that_16_bits_do_not_hold(

@@ -420,7 +420,7 @@ def test_a_column_of_the_data_is_not_replaced(kind: str) -> None:
     assert (
         "--columns renames 'q' to 'prompt', but the data has another column 'prompt'\n"
         "    expected  different names for the columns\n"
-        "    fix       to keep both, rename the data's column too: add other=prompt; to train on the data's 'prompt', remove prompt=q"
+        "    fix       to keep both, also rename the column of the data: add other=prompt; to train on the data's 'prompt', remove prompt=q"
     ) in refusal(f"t.{kind}", columns="prompt=q")
     row = {"prompt": "b", "other": "a", "completion": "c"}
     assert load(f"t.{kind}", columns="prompt=q,other=prompt")["train"][0] == row
@@ -475,7 +475,7 @@ def test_a_file_that_may_not_be_read(name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Path, "open", refuse)
     assert refusal(name).splitlines()[1:] == [
         f"  - {name}: cannot be read: Permission denied",
-        "    expected  a file that you may read",
+        "    expected  a file that you are allowed to read",
         "    fix       check its permissions",
     ]
 

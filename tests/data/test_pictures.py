@@ -210,7 +210,7 @@ def test_captions_beside_their_pictures_by_folders_of_splits():
     for split in ("train", "test"):
         (row,) = data[split]
         assert (colours(row), row["completion"][0]["content"]) == (["red"], f"red for the {split}")
-    assert "left out 1 image without a caption: left.png" in said
+    assert "omitted 1 image without a caption: left.png" in said
 
 
 @pytest.mark.parametrize("column", ["image", "images"])

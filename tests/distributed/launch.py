@@ -147,7 +147,7 @@ def require_fused_as_peft(case: str, result: dict[str, Any]) -> None:
     assert (result["fused"], result["together"], result["norms"]) == (12 if apart else 14, 4, 5)
     assert result["sides"] == ["left", "right"]
     assert (result["copies"], result["unseen"], result["held"]) == (0, "", 0)
-    reason = "a part of the layer is sharded separately (FSDP2): only PEFT's forward calls the hooks that gather it"
+    reason = "a part of the layer is sharded separately (FSDP2), and only PEFT's forward calls the hooks that gather it"
     assert result["left"] == ([reason] if apart else [])
     steps = result["steps"]
     alike = 1e-6 if case not in ("bfloat16", "groups apart") else 1e-2

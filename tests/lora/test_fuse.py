@@ -259,7 +259,7 @@ def test_a_model_that_cannot_be_run_is_fused_layer_by_layer() -> None:
     assert report.together == ()
     assert str(report).splitlines()[1] == (
         "layers are fused one by one: PeftModel could not be run: Pair.forward() got an unexpected keyword argument "
-        "'input_ids'; give `inputs` for the model's forward"
+        "'input_ids'; pass `inputs` for the model's forward"
     )
     assert model.training
     assert model.base_model.model.one.training
@@ -684,7 +684,7 @@ def test_adapters_of_two_methods_on_one_layer(order: tuple[str, str], early: boo
     report = fuse(model)
     assert relative(model(**batch).logits, wanted) < 1e-5
     inside = (
-        {"the base is itself an adapter's layer (peft.tuners.loha.layer.Linear)"}
+        {"the base is a layer of another adapter (peft.tuners.loha.layer.Linear)"}
         if order[0] == "loha"
         else set()
     )

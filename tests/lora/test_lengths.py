@@ -194,12 +194,12 @@ def test_the_mask_of_sequences(window: int | None, causal: bool) -> None:
     [
         ("t4", torch.float16, {}, "NVIDIA T4 has no FlashAttention in float16"),
         ("h100", torch.float32, {}, "has no FlashAttention in float32"),
-        ("mi300x", BF16, {}, "variable-length attention is for NVIDIA GPUs, and this is"),
+        ("mi300x", BF16, {}, "variable-length attention is only for NVIDIA GPUs, but this is"),
         (
             "h100",
             BF16,
             {"attention_dropout": 0.1},
-            "the model's attention has dropout (attention_dropout), and variable-length attention has none",
+            "the model's attention has dropout (attention_dropout), but variable-length attention has none",
         ),
         ("h100", BF16, {"_attn_implementation": "eager"}, "the attention implementation is eager"),
     ],

@@ -380,7 +380,7 @@ def test_settings_given_twice(saved: Saved) -> None:
         "adapter settings given twice\n"
         "  - config=… and r, lora_alpha\n"
         "    expected  one of the two\n"
-        "    fix       put them into the LoraConfig, or leave the config out"
+        "    fix       put them into the LoraConfig, or omit the config"
     )
 
 

@@ -404,7 +404,7 @@ class Custom(PreTrainedModel):
         return out
 
 
-UNCAST = "no cast for the outputs of modules with {}: their own code decides"
+UNCAST = "no cast for the outputs of modules with {}, because their own code decides"
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

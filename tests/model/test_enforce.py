@@ -92,7 +92,7 @@ def test_rotary_frequencies_that_cannot_be_computed_again() -> None:
         isotype.PrecisionError, enforce_model, model, PrecisionPolicy(torch.bfloat16, "bfloat16")
     ) == (
         "rotary frequencies were rounded\n"
-        "  - rotary (Rotary) has 16-bit inv_freq, and no config from which to compute it again\n"
+        "  - rotary (Rotary) has 16-bit inv_freq, but no config from which to compute it again\n"
         "    expected  float32 frequencies\n"
         "    fix       do not cast the whole model with .to(dtype); load it with isotype.load"
     )
@@ -249,7 +249,7 @@ def test_a_policy_for_other_weights_is_refused(
     assert refused(isotype.PrecisionError, isotype.enforce, model, replace(policy, storage=storage)) == (
         "the weights have another format than the policy's storage\n"
         f"  - LlamaForCausalLM with {found} under a policy with storage {storage}\n"
-        "    expected  the format the weights are stored in\n"
+        "    expected  the format in which the weights are stored\n"
         "    fix       resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "
         "checkpoint, give isotype.load its path and the policy"
     )

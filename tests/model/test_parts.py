@@ -117,7 +117,7 @@ def test_the_parts_that_are_named_get_adapters(adapt: object, parts: set[str], t
     assert found == parts
     if targets == "all-linear" and adapt == "language":
         (note,) = (each for each in model.adapter_notes if each.startswith("adapters are on "))
-        assert "adapt= does not name their part of the model" in note
+        assert "adapt= does not name the part of the model that contains these layers" in note
 
 
 def test_experts_get_none_where_the_language_model_does_not() -> None:
@@ -129,7 +129,7 @@ def test_experts_get_none_where_the_language_model_does_not() -> None:
 def test_parts_that_are_not_there_are_refused() -> None:
     assert refused(UsageError, adapted, "llama", adapt="vision") == (
         "nothing to adapt\n  - adapters on vision alone\n    expected  a part that has layers among the targets\n"
-        "    fix       name another part, or leave adapt out"
+        "    fix       name another part, or omit adapt"
     )
     assert "one of language, projector, vision, audio, all" in refused(
         UsageError, adapted, "llama", adapt="tower"

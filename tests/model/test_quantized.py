@@ -136,7 +136,7 @@ def test_int8_without_row_scales_is_refused() -> None:
         "a quantized layer lost its quantization state\n"
         "  - 0: int8 weight of shape (48, 64) without a state\n"
         "    expected  a weight with codes and row scales\n"
-        "    fix       load the model again: other code has replaced or cast the quantized parameter"
+        "    fix       load the model again, because other code has replaced or cast the quantized parameter"
     )
 
 
@@ -147,7 +147,7 @@ def test_4bit_without_a_state_is_refused() -> None:
         "a quantized layer lost its quantization state\n"
         "  - 0: packed 4-bit weight of shape (1536, 1) without a state\n"
         "    expected  a weight with codes and absmax constants\n"
-        "    fix       load the model again: other code has replaced or cast the quantized parameter"
+        "    fix       load the model again, because other code has replaced or cast the quantized parameter"
     )
 
 
@@ -160,8 +160,8 @@ def test_packed_codes_that_were_cast_are_refused() -> None:
     ) == (
         "packed 4-bit codes were cast\n"
         "  - 0: codes packed as bfloat16 are now float16\n"
-        "    expected  the bytes as they were packed: casting them changes the codes\n"
-        "    fix       load the model again and do not cast it with .to(dtype), .half() or .bfloat16()"
+        "    expected  the bytes as they were packed, because casting them changes the codes\n"
+        "    fix       load the model again, and do not cast it with .to(dtype), .half() or .bfloat16()"
     )
 
 
@@ -221,8 +221,8 @@ def test_bitsandbytes_still_repacks_weights_into_a_layout_without_a_backward() -
 @pytest.mark.parametrize(
     ("rows", "columns", "why"),
     [
-        (64, 96, "96 columns are no multiple of the block size 64"),
-        (48, 64, "48 rows are no multiple of 32"),
+        (64, 96, "96 columns are not a multiple of the block size 64"),
+        (48, 64, "48 rows are not a multiple of 32"),
         (64, 128, ""),
     ],
 )

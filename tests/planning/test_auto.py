@@ -164,7 +164,7 @@ def test_where_nothing_smaller_fits(
 ) -> None:
     monkeypatch.setattr("isotype.planning.from_request.room_of", lambda profile: Room(2**19, "the limit"))
     assert advice(command(arguments(config, "--max_length 256"))) == (
-        "out of memory, and no settings with less memory fit into 512 KiB (the limit): not traced: weights and adapters "
+        "out of memory, and no settings with less memory fit into 512 KiB (the limit): not traced, because weights and adapters "
         "alone exceed the limit: 4.00 MiB in float32, 1.00 MiB in int8, 1.00 MiB in nf4; isotype plan shows what fits on another "
         "device"
     )
@@ -181,7 +181,7 @@ def test_a_check_names_the_settings_that_do_not_fit_either(
     assert finding.fixes == ()
     assert finding.notes == (
         "no settings with less memory fit into 1.00 MiB (the limit): int8 needs 1.06 MiB for 1 row of 64 tokens; nf4 needs 1.06 MiB "
-        "for 1 row of 64 tokens; not traced: weights and adapters alone exceed the limit: 4.00 MiB in float16",
+        "for 1 row of 64 tokens; not traced, because weights and adapters alone exceed the limit: 4.00 MiB in float16",
     )
     assert sorted(formula) == [(1, 64), (1, 64), (1, 256), (1, 256)]  # no step is traced twice
 

@@ -158,7 +158,7 @@ def test_the_longest_row_is_looked_for_in_steps_of_64_tokens(config: Path, formu
     assert row is not None
     assert (row.length, row.longest_is_all) == (512, True)
     notes = planned(config, "8MiB", quantization="nf4", length=4096).notes
-    assert "rows of 512 tokens instead of 4096: the model has no more positions" in notes
+    assert "rows of 512 tokens instead of 4096, because the model has no more positions" in notes
 
 
 def test_rows_with_pictures_are_as_long_as_their_pictures_need(tmp_path: Path, formula: object) -> None:

@@ -49,7 +49,7 @@ def test_gpt_oss_has_linear_layers_beside_its_experts(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     request, _ = parse_request([str(tmp_path), "--device", "a100-80g"], {})
     words = [words for words, _ in lighter(request, open_model(tmp_path).model_config)]
-    assert words[1] == "adapters on experts (they stay on k_proj, o_proj, q_proj, v_proj)"
+    assert words[1] == "adapters on experts (only k_proj, o_proj, q_proj, v_proj have adapters)"
 
 
 SETTINGS = {"quantization": "nf4", "gradient_checkpointing": False}
@@ -80,12 +80,12 @@ def test_adapters_of_experts_are_given_up_where_nothing_fits_with_them(experts: 
     assert "--optim adamw_bnb_8bit" in plan.command
     assert (
         plan.notes[0]
-        == "switched off, because nothing fits otherwise: optimizer states in 32 bits (--optim adamw_bnb_8bit)"
+        == "turned off, because nothing fits otherwise: optimizer states in 32 bits (--optim adamw_bnb_8bit)"
     )
     plan = _plan(experts, plan.chosen.peak - 1)
     assert "--lora_target_modules k_proj o_proj q_proj v_proj" in plan.command
     assert plan.notes[0] == (
-        "switched off, because nothing fits otherwise: adapters on experts (they stay on k_proj, o_proj, q_proj, v_proj)"
+        "turned off, because nothing fits otherwise: adapters on experts (only k_proj, o_proj, q_proj, v_proj have adapters)"
     )
 
 

@@ -65,7 +65,9 @@ def test_the_seconds_of_this_cpu_are_the_sum_of_its_operators(monkeypatch: pytes
         monkeypatch.setattr(rates, name, lambda _: 1e9)
     busy = MatmulRate(torch.float32, 1e9, repeats=5, size=64)
     monkeypatch.setattr(rates, "measure_all", lambda name, seconds: {torch.float32: busy})
-    assert with_rates(device_profile("cpu"))[1].endswith("this machine, which was busy: times are uncertain")
+    assert with_rates(device_profile("cpu"))[1].endswith(
+        "this machine, while it was busy: times are uncertain"
+    )
     monkeypatch.setattr(rates, "measure_all", lambda name, seconds: {})
     rated, source = with_rates(device_profile("cpu"))
     assert source == "rates measured on this machine"

@@ -176,7 +176,7 @@ def test_cpu_reasons_say_what_is_missing() -> None:
 
     unknown = cpu_profile(parse_cpuinfo("processor : 0\n"), None, onednn=OLD)
     assert unknown.reason(F16) == (
-        "whether this CPU has float16 instructions is unknown (/proc/cpuinfo lists no instruction-set flags)"
+        "it is unknown if this CPU has float16 instructions (/proc/cpuinfo lists no instruction-set flags)"
     )
 
 
@@ -558,7 +558,7 @@ def test_a_card_has_one_profile_however_it_is_written(card: str, spellings: tupl
 def test_a_name_of_several_cards_lists_them(name: str, candidates: str) -> None:
     with pytest.raises(PrecisionError, match="a name of several devices") as raised:
         device_profile(name)
-    assert f"give one of {candidates}" in str(raised.value)
+    assert f"use one of {candidates}" in str(raised.value)
 
 
 @pytest.mark.parametrize(

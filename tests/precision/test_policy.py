@@ -165,8 +165,8 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage float32 with weights quantized in nf4",
                 "one of the two",
-                "leave the storage out (the weights are stored in nf4), or take an unquantized checkpoint and leave the "
-                "quantization out",
+                "omit the storage (the weights are stored in nf4), or use an unquantized checkpoint and omit the "
+                "quantization",
             ),
         ),
         (
@@ -175,14 +175,14 @@ def test_storage_in_the_compute_dtype_is_the_default():
             Problem(
                 "storage bfloat16 with weights quantized in nf4",
                 "one of the two",
-                "leave the storage out (the weights are stored in nf4), or take an unquantized checkpoint and leave the "
-                "quantization out",
+                "omit the storage (the weights are stored in nf4), or use an unquantized checkpoint and omit the "
+                "quantization",
             ),
         ),
         (
             LLAMA,
             PrecisionRequest(storage="int8"),
-            Problem("storage int8", "a float dtype", "ask for quantization int8 instead of storage"),
+            Problem("storage int8", "a float dtype", "request quantization int8 instead of storage"),
         ),
         (
             LLAMA,
@@ -203,7 +203,7 @@ def test_storage_in_the_compute_dtype_is_the_default():
             PrecisionRequest(storage="bf16", trainable="full"),
             Problem(
                 "storage bfloat16 with every weight trainable and float32 masters",
-                "the masters' dtype: the weights are the masters",
+                "the dtype of the masters, because the weights are the masters",
                 "set no storage dtype, or train adapters (--use_peft True, or trainable='lora' in Python)",
             ),
         ),
@@ -222,14 +222,14 @@ def test_every_conflict_at_once_with_the_nearest_policy_that_works():
     assert refused(PrecisionError, decide, facts, A100, asked) == (
         "3 conflicts in the requested precision\n"
         "  - every weight trainable, but the weights are stored in int8\n"
-        "    expected  float weights: quantized weights have no gradient\n"
-        "    fix       train adapters (--use_peft True, or trainable='lora' in Python), or leave the quantization out\n"
+        "    expected  float weights, because quantized weights have no gradient\n"
+        "    fix       train adapters (--use_peft True, or trainable='lora' in Python), or omit the quantization\n"
         "  - quantization int8, but llama-nf4 is saved in nf4\n"
         "    expected  nf4, or an unquantized checkpoint\n"
-        "    fix       leave the quantization out (the checkpoint's nf4 is kept) or give the 16-bit original\n"
+        "    fix       omit the quantization (the checkpoint's nf4 is kept), or use the 16-bit original\n"
         "  - float16 compute with bfloat16 masters\n"
-        "    expected  float32 masters: float16 compute needs a GradScaler, which cannot unscale bfloat16 gradients\n"
-        "    fix       leave the master dtype out, or compute in bfloat16\n"
+        "    expected  float32 masters, because float16 compute needs a GradScaler, which cannot unscale bfloat16 gradients\n"
+        "    fix       omit the master dtype, or compute in bfloat16\n"
         "  = nearest policy that works: compute bfloat16, storage nf4, masters float32, trainable lora"
     )
 

@@ -118,7 +118,7 @@ def test_a_device_that_is_not_here_is_refused() -> None:
         "only a device of this machine can be measured\n"
         "  - device 't4'\n"
         "    expected  a device of this machine\n"
-        "    fix       give auto, cpu or a device that torch finds on this machine"
+        "    fix       use auto, cpu or a device that torch finds on this machine"
     )
 
 

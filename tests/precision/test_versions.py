@@ -96,7 +96,7 @@ def test_unreadable_versions_and_requirements_are_said_not_raised() -> None:
     )
     assert [(incompatibility.severity, incompatibility.fact) for incompatibility in found] == [
         ("error", "gguf weird requires peft>=1, not 0.20"),
-        ("warning", "gguf has the version 'weird', which is no version number; it was not compared"),
+        ("warning", "gguf has the version 'weird', which is not a version number, so it was not compared"),
         ("warning", "peft 0.20 declares 'torch >>> 3', which is not a requirement; it was not compared"),
     ]
 

@@ -172,7 +172,7 @@ def test_frequencies_without_a_config_are_refused_and_nothing_stays() -> None:
         "a cast does not restore rounded frequencies\n"
         "  - inv_freq of a Rotary in bfloat16\n"
         "    expected  a module with a config, from which the frequencies can be computed\n"
-        "    fix       load the model again and do not cast its buffers"
+        "    fix       load the model again, and do not cast its buffers"
     )
     assert state(model) == before
 
@@ -193,7 +193,7 @@ def test_an_unknown_target_leaves_nothing_applied(action: Action, kind: str) -> 
         "the fix does not apply to this model\n"
         f"  - {action.kind} {action.target!r}\n"
         f"    expected  a {kind} of Net\n"
-        "    fix       repair the model that was checked"
+        "    fix       call repair with the model that was checked"
     )
     assert state(model) == before
 

@@ -344,11 +344,11 @@ def test_arguments_that_do_not_fit_are_all_named(inputs: Any) -> None:
         f"    expected  one of {', '.join(OPTIMIZERS)}\n"
         "    fix       did you mean adamw_torch or adamw_foreach?\n"
         f"  - inputs of type {type(inputs).__name__}\n"
-        "    expected  the dict that the model is called with (labels included), or a callable model -> loss\n"
+        "    expected  the dict of arguments of the model (labels included), or a callable model -> loss\n"
         "    fix       isotype.check(model, {'input_ids': …, 'labels': …})\n"
         "  - phases ['training', 'sleep']\n"
         "    expected  of load, forward, backward, unscale, optimizer, generate\n"
-        "    fix       leave them out"
+        "    fix       omit them"
     )
 
 

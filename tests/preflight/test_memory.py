@@ -267,7 +267,7 @@ def test_a_simulated_gpu_has_room_for_some_dequantized_constants(
 
 
 def on_gpu(config: Any, device: str, storage: str | None, fused: bool, lora: Any = None, **check: Any) -> Any:
-    """The check of a step on a GPU, of a folded model of the config's; without `lora`, every weight is trained."""
+    """The check of a step on a GPU, of a folded model of the config's; without `lora`, all weights are trained."""
     policy = isotype.resolve_precision(
         config,
         dtype="float16" if device == "t4" else "bfloat16",

@@ -68,7 +68,7 @@ def test_a_report_without_its_step() -> None:
     report = check(wide_norms(), ids(), device="cpu", verify=False)
     assert refused(UsageError, repair, wide_norms(), replace(report, again=None)) == (
         "this report cannot be used for a repair\n"
-        "  - a report of Net that lacks the step\n"
+        "  - a report of Net without the checked step\n"
         "    expected  the report that isotype.check(model, …) returned in this process\n"
         "    fix       call isotype.check again"
     )
@@ -160,7 +160,12 @@ def test_unsafe_ones_where_they_are_asked_for() -> None:
     report = report_of(finding, clears={ROUGH: {"a"}})
     assert plan(report) == (
         [],
-        [(finding, "only an unsafe fix: round the weight; repair(…, unsafe=True) applies it")],
+        [
+            (
+                finding,
+                "only an unsafe fix resolves it: round the weight; repair(…, unsafe=True) applies this fix",
+            )
+        ],
     )
     assert plan(report, unsafe=True) == ([ROUGH], [])
 
@@ -190,7 +195,7 @@ def test_a_guess_is_proven_by_the_trace_that_it_is_planned_with() -> None:
     assert plan(good) == ([A], [])
     chosen, left = plan(bad)
     assert chosen == []
-    assert [reason for _, reason in left] == ["no tried fix resolves it"]
+    assert [reason for _, reason in left] == ["no tried fix resolves this finding"]
 
 
 def test_every_finding_is_resolved_or_left_however_many_there_are() -> None:
@@ -225,7 +230,7 @@ def test_a_finding_that_another_fix_brings_back_is_left() -> None:
     made = check(net(), ids(), device="cpu", verify=False)
     chosen, left = plan(replace(made, findings=(first, second), again=again))
     assert B in chosen
-    assert left == [(first, "the fix of another finding brings it back")]
+    assert left == [(first, "the fix of another finding causes this finding again")]
 
 
 def test_a_command_is_repaired_by_its_arguments() -> None:
@@ -309,7 +314,12 @@ def test_a_line_of_a_library_is_no_choice_beside_an_unsafe_change_of_the_model()
     report = report_of(finding, clears={LIBRARY: {"a"}, ROUGH: {"a"}})
     assert plan(report) == (
         [],
-        [(finding, "only an unsafe fix: round the weight; repair(…, unsafe=True) applies it")],
+        [
+            (
+                finding,
+                "only an unsafe fix resolves it: round the weight; repair(…, unsafe=True) applies this fix",
+            )
+        ],
     )
     assert plan(report, unsafe=True) == ([ROUGH], [])
 

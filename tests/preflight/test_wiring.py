@@ -25,9 +25,9 @@ def report() -> isotype.Report:
 
 def test_the_text_begins_with_what_is_wrong(report: isotype.Report) -> None:
     text = str(report)
-    assert "This step trains something other than intended: 1 error" in text
+    assert "This step runs, but does not train as intended: 1 error" in text
     assert "error[IST901]: the sequences of a packed row attend to each other" in text
-    assert "leave attention_mask out of the batch" in text
+    assert "remove attention_mask from the batch" in text
     with pytest.raises(IsotypeError, match="IST901"):
         report.raise_for_errors()
 
@@ -39,7 +39,7 @@ def test_the_page_shows_which_tokens_reach_which_predictions(report: isotype.Rep
     assert (
         page.count('class="wrong"') == 8 * 7
     )  # eight predictions of the second sequence see the seven tokens of the first
-    assert "token 6 reaches the prediction after token 7" in page
+    assert "token 6 affects the prediction after token 7" in page
 
 
 def test_it_can_be_left_out_and_goes_with_other_findings() -> None:

@@ -158,7 +158,9 @@ def test_a_module_of_ones_own() -> None:
     assert ranges.loss == pytest.approx([float(each.detach().mean()) for each in outputs])
     assert ranges.stream == ("layers.0", "layers.1")
     assert ranges.spread > 1.5
-    assert ranges.notes == ("the model returns no loss: the gradients are of the mean of its first output",)
+    assert ranges.notes == (
+        "the model returns no loss, so the gradients belong to the mean of its first output",
+    )
     plain.zero_grad()
     plain(x.double()).mean().backward()
     small = float(plain.layers[0].mlp[2].weight.grad.abs().max())
@@ -212,7 +214,7 @@ def test_little_memory_takes_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_batch_can_be_made_up_for_a_module_of_ones_own() -> None:
-    with pytest.raises(UsageError, match="give batch=, the arguments of the model's forward"):
+    with pytest.raises(UsageError, match="pass batch=, the arguments of the model's forward"):
         isotype.measure_ranges(Custom())
     with pytest.raises(UsageError, match="a dict of the tensors"):
         isotype.measure_ranges(Custom(), torch.ones(2))

@@ -61,7 +61,7 @@ def test_the_report_names_the_devices() -> None:
     assert "on each of 8 devices" in sharded
     assert "which keep gathered weights for the backward" in told(devices=8, fsdp=2, reshard=False)
     assert "DDP on 2 devices, each with all weights" in told(devices=2)
-    assert "the number of devices: the memory figures are for one device" in told(fsdp=2)
+    assert "the number of devices, so the memory figures are for one device" in told(fsdp=2)
 
 
 def test_experts_that_no_quantizer_reaches_are_counted() -> None:
@@ -81,7 +81,7 @@ def test_experts_that_no_quantizer_reaches_are_counted() -> None:
     size = 2 * (4 * 33 * 32) * 2
     assert (
         told
-        == f"2 stacked expert weights ({format_bytes(size)}) stay in bfloat16: an expert has 1,056 values, which is no multiple of the block size 64"
+        == f"2 stacked expert weights ({format_bytes(size)}) stay in bfloat16: an expert has 1,056 values, which is not a multiple of the block size 64"
     )
     assert "stay in bfloat16" in to_text(report, 500)
 

@@ -139,7 +139,7 @@ Libraries
                 quantized to nf4 and dequantized)
 
 Ready for float32 LoRA and QLoRA on AMD EPYC
---dtype auto means float32, the only dtype that is native"""
+--dtype auto means float32, the only native dtype"""
     )
 
 
@@ -186,7 +186,7 @@ def test_a_profile_that_is_not_here_shows_its_data_sheet() -> None:
     assert "float32    native      8.1 TFLOP/s   matmuls run 8.0x slower than float16" in text
     assert "bfloat16   emulated              -   no published rate" in text
     assert text.endswith(
-        "NVIDIA T4 runs float16 natively; this machine has no such device, so nothing was tried\n"
+        "NVIDIA T4 runs float16 natively; this machine has no such device, so isotype ran no test\n"
         "--dtype auto means the checkpoint's dtype if it runs natively (float32, float16), else float16; float16 "
         "trains with loss\nscaling"
     )
@@ -242,7 +242,7 @@ def test_auto_dtype() -> None:
         "the checkpoint's dtype if it runs natively (float32, bfloat16, float16), else bfloat16; "
         "float16 trains with loss scaling"
     )
-    assert auto_dtype(device_profile("cpu-generic")) == "float32, the only dtype that is native"
+    assert auto_dtype(device_profile("cpu-generic")) == "float32, the only native dtype"
 
 
 def test_a_measurement_that_belies_the_profile_is_said() -> None:
@@ -250,7 +250,7 @@ def test_a_measurement_that_belies_the_profile_is_said() -> None:
     slow = _report(profile=card, rates={F32: _rate(F32, 90e9), BF16: _rate(BF16, 9e9)})
     assert (
         contradiction(slow)
-        == "bfloat16 counts as native, but float32 ran 10.0x faster: consider --dtype float32"
+        == "bfloat16 counts as native, but float32 was 10.0x faster: consider --dtype float32"
     )
     fast = replace(slow, rates={F32: _rate(F32, 9e9), BF16: _rate(BF16, 90e9)})
     assert contradiction(fast) is None

@@ -258,7 +258,7 @@ def test_times_are_checked() -> None:
     assert str(caught.value) == (
         f"this run cannot be recorded\n  - started = 'yesterday'{fix}\n  - finished = '2026-13-01'{fix}"
     )
-    with pytest.raises(IsotypeError, match="a UTC offset in both or in neither"):
+    with pytest.raises(IsotypeError, match="a UTC offset in both times or in neither"):
         realistic(finished="2026-11-20T14:06:07")
     assert summarize(realistic(finished="2026-11-20T15:03:11.5Z")).seconds == 3600.5
 
@@ -386,7 +386,7 @@ def test_a_run_without_a_reward_function_has_no_reward_sentence() -> None:
 
 def test_that_no_group_differs_is_a_warning() -> None:
     (warning,) = reward_warnings(rewarded((2, 0.5, 0.0, 1.0), (3, 0.0, 0.0, 1.0)))
-    assert warning.startswith("in every group all rewards are equal, so the model learns nothing.")
+    assert warning.startswith("in every group, all rewards are equal, so the model learns nothing.")
     assert reward_warnings(rewarded((2, 0.5, 0.0, 1.0), (3, 0.1, 0.1, 0.5))) == ()
 
 
@@ -751,8 +751,8 @@ def test_a_failed_write_leaves_the_former_files(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "replace", full)
     assert refused(SaveError, write_run_report, realistic(notes=()), tmp_path) == (
         f"the report could not be written\n  - {tmp_path / 'run_report.json'}: No space left on device\n"
-        "    expected  a path that can be written to, with room for the report\n"
-        "    fix       free this path or name another path"
+        "    expected  a writable path, with enough space for the report\n"
+        "    fix       delete the file at this path, or use another path"
     )
     assert (html.read_bytes(), data.read_bytes()) == before
     assert len(list(tmp_path.iterdir())) == 2
@@ -818,7 +818,7 @@ def test_headroom_in_words() -> None:
         sampled(), samples=tuple(HeadroomSample(step, (1.0, math.inf, 2.0, 3.0)) for step in (1, 2))
     )
     assert in_words(overflown) == (
-        "model.layers.1 passes 65,504, float16's largest number, in more than one of ten micro-batches (2 sampled)."
+        "In more than one of ten micro-batches (2 sampled), outputs of model.layers.1 exceed 65,504, the largest number of float16."
     )
     grown = in_words(sampled(growth=4.0))
     assert grown.endswith(
@@ -826,7 +826,7 @@ def test_headroom_in_words() -> None:
         "The block's outputs grew by a factor of 2.69 over the run."
     )
     assert in_words(sampled("float32")) == (
-        f"{closest} The blocks return their outputs in float32, whose range is far larger."
+        f"{closest} The blocks return their outputs in float32, which has a far larger range."
     )
 
 

@@ -28,7 +28,7 @@ class Adapted(nn.Module):
 
 def test_float32_adapters_on_bfloat16_activations() -> None:
     (finding,) = verified(nn.Sequential(Adapted(cast=False)), {"input": X}, "IST102")
-    assert finding.message == "float32 instead of bfloat16 in an adapter"
+    assert finding.message == "float32 instead of bfloat16 in the matmul of an adapter"
     assert (finding.module, finding.op, finding.phase) == ("0.lora_A", "aten.mm.default", "forward")
     assert finding.cause == "0.lora_A.weight is float32"
     assert finding.places == ("0.lora_A", "0.lora_B")

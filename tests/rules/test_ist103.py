@@ -72,7 +72,7 @@ def test_a_cast_of_inputs_changes_no_dtype_that_autocast_chooses() -> None:
     (finding,) = report.errors
     assert finding.cause.startswith("autocast returns float32 from exp")
     assert [fix.description.partition(" at ")[0] for fix in finding.fixes] == [
-        "cast what is written to bfloat16"
+        "cast the tensor that is written to bfloat16"
     ]
 
 
@@ -102,7 +102,7 @@ class Accumulated(nn.Module):
 def test_a_cast_at_the_line_is_to_the_dtype_that_is_written_into() -> None:
     (finding,) = verified(Accumulated(cast=False), {"x": X}, "IST103")
     described = [fix.description for fix in finding.fixes if fix.verified]
-    assert f"cast what is written to float32 at {line(finding.source)}" in described
+    assert f"cast the tensor that is written to float32 at {line(finding.source)}" in described
     assert not any(each.startswith("cast the operands to bfloat16") for each in described)
     assert verified(Accumulated(cast=True), {"x": X}, "IST103") == []
 

@@ -112,7 +112,7 @@ def test_packed_codes_that_a_cast_made_floats() -> None:
     (finding,) = verified(Packed(), inputs, "IST109")
     assert finding.message == "aten.bitwise_right_shift.Tensor has no kernel for bfloat16 on this device"
     assert [fix.description for fix in finding.fixes] == [
-        "keep codes as integers: a cast to bfloat16 rounds them"
+        "keep codes as integers, because a cast to bfloat16 rounds them"
     ]
 
 

@@ -38,16 +38,16 @@ OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "int32": (
         lambda h: F.cross_entropy(h.flatten(0, 1), torch.zeros(8, dtype=torch.int32)),
-        "nll_loss_forward does not take this int32 tensor",
+        "nll_loss_forward does not accept this int32 tensor",
     ),
-    "inverted": (lambda h: h * (1 - torch.ones(4, 1).bool()), "rsub does not take this bool tensor"),
+    "inverted": (lambda h: h * (1 - torch.ones(4, 1).bool()), "rsub does not accept this bool tensor"),
     "one-hot": (
         lambda h: F.one_hot(torch.zeros(4, dtype=torch.long), 4) @ h[0],
-        "mm does not take this int64 tensor",
+        "mm does not accept this int64 tensor",
     ),
     "counts": (
         lambda h: torch.zeros(8, dtype=torch.long).add_(h[0, 0]).float(),
-        "add_ does not take this int64 tensor",
+        "add_ does not accept this int64 tensor",
     ),
 }
 
@@ -101,7 +101,7 @@ def test_a_gpu_does_not_multiply_integers(dtype: torch.dtype) -> None:
 
     (finding,) = isotype.check(Ending(ending), X, device="a100", phases=("forward",)).errors
     assert finding.code == "IST111"
-    assert finding.message == f"mm does not take this {dtype_name(dtype)} tensor"
+    assert finding.message == f"mm does not accept this {dtype_name(dtype)} tensor"
     assert "cast the operands to a float dtype" in finding.fixes[0].description
     assert dtype == torch.bool or found(RULE, traced(Ending(ending), X)) == []
 
@@ -213,14 +213,14 @@ def test_lora_on_an_embedding_that_gets_floats() -> None:
     inner.add_module("table", _SoftTokens(10, 8))
     model = get_peft_model(inner, LoraConfig(r=2, target_modules=["table"]))
     (finding,) = found(RULE, traced(model, {"input": torch.ones(10, 10)}, phases=("forward",)))
-    assert finding.fixes[0].description.startswith("leave table out of the adapter (exclude_modules='table')")
+    assert finding.fixes[0].description.startswith("remove table from the adapter (exclude_modules='table')")
     assert not found(RULE, traced(model, {"input": torch.ones(10, dtype=torch.long)}, phases=("forward",)))
 
 
 def test_a_product_that_refuses_integers_is_one_finding() -> None:
     """The backward of the layer refuses the same tensor."""
     (finding,) = found(RULE, traced(Ending(lambda h: h), {"x": torch.ones(2, 4, 8, dtype=torch.long)}))
-    assert (finding.phase, finding.message) == ("forward", "addmm does not take this int64 tensor")
+    assert (finding.phase, finding.message) == ("forward", "addmm does not accept this int64 tensor")
     assert [fix.description for fix in finding.fixes] == [
         "cast the int64 tensor to float32 at test_ist111.py:28"
     ]
@@ -244,7 +244,7 @@ def test_an_integer_mask_of_attention(dtype: torch.dtype) -> None:
     mask = torch.ones(2, 6, dtype=dtype)
     step = traced(Masked(), {"states": torch.zeros(2, 6, 8, dtype=torch.bfloat16), "mask": mask})
     (finding,) = found("ist111_integers", step)
-    assert finding.message == f"scaled_dot_product_attention does not take this {dtype_name(dtype)} tensor"
+    assert finding.message == f"scaled_dot_product_attention does not accept this {dtype_name(dtype)} tensor"
     assert finding.cause == f"the input mask is {dtype_name(dtype)}"
     assert finding.fixes[0].description.startswith("call .bool() on the mask at test_ist111.py:")
     assert step.failure is None

@@ -151,7 +151,7 @@ def test_a_check_whose_words_do_not_name_dtypes() -> None:
     inputs = {"x": torch.ones(2, 4, dtype=BF16)}
     for say in (None, "weight type must equal to input type"):
         (finding,) = isotype.check(Checked(False, say).to(BF16), inputs, device="cpu", verify=False).errors
-        assert finding.message == "the model's own code refuses float32"
+        assert finding.message == "the model's own code does not accept float32"
         assert finding.cause.startswith("a cast to float32 at ")
         assert isotype.check(Checked(True, say).to(BF16), inputs, device="cpu").ok
 

@@ -35,13 +35,13 @@ def test_adapter_inputs_that_autocast_casts_back() -> None:
     (finding,) = found(RULE, of_llama(BF16, autocast=BF16))
     assert finding.severity == "note"
     assert finding.message.startswith(
-        "adapter inputs are cast to float32, and autocast casts them back to bfloat16: "
+        "PEFT casts adapter inputs to float32, and autocast casts them back to bfloat16: "
     )
     assert (
         "lora_A.default.weight is float32, so its layer casts the adapter's input to float32 at"
         in finding.cause
     )
-    assert finding.notes[0] == "7 casts to float32 in a step, and as many casts back"
+    assert finding.notes[0] == "7 casts to float32 in a step, and the same number of casts back"
     assert finding.cost is not None
     # Seven layers twice: an input of 32 x 64 or, for down_proj, 32 x 96; up and down, 6 bytes each.
     assert finding.cost.cast_bytes == 2 * 6 * 32 * (6 * 64 + 96)

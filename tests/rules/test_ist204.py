@@ -48,10 +48,10 @@ def test_a_copy_by_accelerate_in_the_training_of_a_trainer() -> None:
     model.forward = convert_outputs_to_fp32(model.forward)
     (finding,) = found(RULE, traced(model, batch()))
     (fix,) = finding.fixes
-    assert fix.description.startswith("with transformers' Trainer, write use_liger_kernel=True")
+    assert fix.description.startswith("with transformers' Trainer, set use_liger_kernel=True")
     assert fix.description.endswith("and call it under torch.autocast")
     (other,) = found(RULE, traced(Float32Outputs(llama()), batch()))
-    assert other.fixes[0].description == "keep the outputs in bfloat16: drop the cast"
+    assert other.fixes[0].description == "keep the outputs in bfloat16: remove the cast"
 
 
 def test_a_copy_that_the_loss_reads_in_pieces() -> None:
@@ -61,7 +61,7 @@ def test_a_copy_that_the_loss_reads_in_pieces() -> None:
     assert (
         finding.message == "1 output is copied to float32 (16.0 KiB): the loss uses the copies piece by piece"
     )
-    assert finding.fixes[0].description == "split the outputs first, then cast each piece to float32"
+    assert finding.fixes[0].description == "split the outputs first, and then cast each piece to float32"
 
 
 def test_each_piece_cast_by_itself() -> None:

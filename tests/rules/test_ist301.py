@@ -21,7 +21,9 @@ def test_float16_adapters_fire() -> None:
     (finding,) = find(trace([weight(dtype=FP16), half], [unscale(half)], scaler=True, autocast=FP16))
     assert finding.severity == "error"
     assert finding.phase == "unscale"
-    assert finding.message == "GradScaler refuses the float16 gradients of 1 of 1 trainable parameters"
+    assert (
+        finding.message == "GradScaler does not accept the float16 gradients of 1 of 1 trainable parameters"
+    )
     assert finding.cause == "model.layers.0.self_attn.q_proj.lora_A.default.weight is float16"
     assert finding.fixes[0].actions == (
         Action("parameter", "model.layers.*.self_attn.q_proj.lora_A.default.weight", "float32"),
@@ -59,7 +61,7 @@ def test_a_parameter_that_the_code_casts_gets_its_inputs_cast_instead() -> None:
     assert real_step(model(), inputs, autocast=FP16, scaler=True).phase == "unscale"
     report = check(broken, inputs, device="cpu", autocast=FP16, scaler=True)
     (finding,) = report.errors
-    assert finding.cause == "1.weight is cast from float32 to float16 by the step's own code"
+    assert finding.cause == "the code of the step casts 1.weight from float32 to float16"
     assert finding.fixes[0].verified
     assert not any(each.severity == "error" for each, _ in repair(broken, report).left)
     assert real_step(broken, inputs, autocast=FP16, scaler=True).error is None
@@ -101,7 +103,7 @@ def test_a_forward_that_runs_under_autocast_gets_no_advice_to_turn_it_on() -> No
         (finding,) = find(trace([half], [product, unscale(half)], scaler=True))
         return [fix.description for fix in finding.fixes]
 
-    masters = "keep the adapters in float32, as masters that the optimizer updates"
+    masters = "keep the adapters in float32, so that the optimizer updates float32 values"
     assert fixes(FP16) == [masters]
     assert fixes(None) == [
         masters,

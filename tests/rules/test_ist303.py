@@ -65,7 +65,7 @@ def test_where_nothing_computes_in_float16_no_scaler_is_added() -> None:
     """A scaler beside autocast to bfloat16 is a finding of its own (IST302): the fix was never shown."""
     (finding,) = find(trace([adapter(FP16)], autocast=BF16))
     assert [fix.description for fix in finding.fixes] == [
-        "keep the adapters in float32, as masters that the optimizer updates"
+        "keep the adapters in float32, so that the optimizer updates float32 values"
     ]
     assert {action.kind for action in finding.fixes[0].actions} == {"parameter"}
     model = cast(llama(FP16), FP16, ["lora"])

@@ -161,7 +161,7 @@ def test_an_adapter_that_the_forward_freezes_after_its_use(thaws: bool) -> None:
         ("warning", "2 parameters get no gradient: frozen before the backward")
     ][thaws:]
     for finding in findings[: not thaws]:
-        assert finding.cause.startswith("test_ist307.py:")
+        assert finding.cause.startswith("the code at test_ist307.py:")
         assert "set_adapter() freezes all other adapters" in finding.fixes[0].description
         assert "first.weight" in finding.cause
 
@@ -331,7 +331,7 @@ class Pooled(nn.Module):
 @pytest.mark.parametrize(
     ("how", "severity", "cause"),
     [
-        ("ignored", "note", "the loss does not depend on what is computed with "),
+        ("ignored", "note", "the loss does not depend on results that are computed with "),
         ("no_grad", "warning", "gradients are off where "),
         ("reentrant", "warning", "CheckpointFunction runs "),
     ],
@@ -421,7 +421,7 @@ def test_adapters_that_are_off_while_a_layer_is_computed_again(reentrant: bool, 
     else:
         assert codes == [("IST307", "warning") if reentrant else ("IST107", "error")]
         assert (
-            "the recomputation of gradient checkpointing does not" in report.findings[0].cause
+            "but the recomputation of gradient checkpointing does not" in report.findings[0].cause
             or not reentrant
         )
     assert "active" not in vars(net)  # the trace leaves nothing behind
@@ -466,5 +466,5 @@ def test_an_adapter_outside_of_the_checkpointed_layers_is_not_left_out_by_recomp
     matches = [(f.code, f.severity) for f in report.findings if f.code == "IST307"]
     assert matches == [("IST307", "note")]
     assert report.findings[0].cause.startswith(
-        "the loss does not depend on what is computed with base_model.model.head."
+        "the loss does not depend on results that are computed with base_model.model.head."
     )

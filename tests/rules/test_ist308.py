@@ -64,7 +64,7 @@ def test_gradients_that_are_divided_but_not_multiplied() -> None:
     assert finding.message == (
         "adamw steps with gradients that are divided by the loss scale, but the loss was not multiplied by it"
     )
-    assert finding.fixes[0].text.startswith("call scaler.scale(loss).backward() in place of loss.backward()")
+    assert finding.fixes[0].text.startswith("replace loss.backward() by scaler.scale(loss).backward()")
 
 
 def test_a_call_that_the_gradscaler_refuses() -> None:

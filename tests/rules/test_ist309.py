@@ -54,7 +54,7 @@ def test_a_misspelt_argument_of_a_config() -> None:
     (finding,) = found(RULE, replace(trace(), misspelt=(wrong,)))
     assert finding.message == "bnb_4bit_quant_typ, an argument of BitsAndBytesConfig, has no effect"
     assert finding.source == "train.py:5"
-    assert finding.fixes[0].description == "write bnb_4bit_quant_type in place of bnb_4bit_quant_typ"
+    assert finding.fixes[0].description == "replace bnb_4bit_quant_typ by bnb_4bit_quant_type"
     assert found(RULE, trace()) == []
 
 

@@ -35,7 +35,10 @@ def test_a_head_that_the_checkpoint_lacks() -> None:
     ]
     (finding,) = find(trace([packed(), *heads]))
     assert finding.message == "2 weights are not quantized, but the layer computes with packed codes"
-    assert finding.cause == "score.weight is bfloat16: the checkpoint lacks it, or code replaced it"
+    assert (
+        finding.cause
+        == "score.weight is bfloat16: the checkpoint does not contain this weight, or code replaced it"
+    )
     assert (
         finding.fixes[0].description
         == "load the model with BitsAndBytesConfig(…, llm_int8_skip_modules=['score'])"

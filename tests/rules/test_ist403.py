@@ -93,7 +93,7 @@ def test_an_adapter_that_reads_the_packed_weight(error: str) -> None:
     adapter = weight(f"{LAYER}.lokr_w1.default", adapter=True, trainable=True, module=LAYER)
     failure = Failure("forward", LAYER, "lokr/layer.py:1", error)
     (finding,) = find(trace([base, adapter], failure=failure))
-    assert finding.fixes[0].description.startswith("adapt quantized layers with LoRA")
+    assert finding.fixes[0].description.startswith("train quantized layers with LoRA")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_the_cpu_at_hand_is_traced_without_repacking_and_repaired(monkeypatch: p
     report = check()
     (finding,) = (each for each in report.findings if each.code == "IST407")
     assert finding.severity == "error"
-    assert finding.cause == "1: 96 columns are no multiple of the block size 64"
+    assert finding.cause == "1: 96 columns are not a multiple of the block size 64"
     with pytest.raises(RuntimeError, match=r"invalid for input of size 96"), torch.no_grad():
         model(64, 96).eval()(x)
     isotype.repair(module, report)

@@ -73,7 +73,7 @@ def test_a_moving_average_in_bfloat16(together: bool) -> None:
     (finding,) = found(RULE, traced(Averaged(BF16, together), given(BF16)))
     assert finding.severity == "warning"
     assert finding.message == (
-        "2 bfloat16 tensors are changed in place outside of the optimizer: an update below half a rounding step is lost"
+        "2 bfloat16 tensors are changed in place outside of the optimizer: an update below half of a rounding step is lost"
     )
     assert finding.cause.startswith("average.weight is bfloat16, so the in-place addition at test_ist503.py:")
     assert finding.notes == (
@@ -109,7 +109,7 @@ def test_a_count_in_float16() -> None:
 def test_a_merge_into_bfloat16() -> None:
     (finding,) = found(RULE, traced(llama(), merge, phases=("forward",)))
     assert finding.message == (
-        "adapters are merged into 7 bfloat16 weights: an update below half a rounding step is lost"
+        "adapters are merged into 7 bfloat16 weights: an update below half of a rounding step is lost"
     )
     assert "q_proj.base_layer.weight is bfloat16" in finding.cause
     assert [fix.actions[0].kind for fix in finding.fixes] == ["advice", "advice"]
@@ -134,7 +134,7 @@ def test_peft_s_deltas_of_experts(dtype: torch.dtype) -> None:
     for finding in results:
         assert finding.message == (
             "adapters are multiplied out (B times A) and added to 2 bfloat16 stacked weights: "
-            "an update below half a rounding step is lost"
+            "an update below half of a rounding step is lost"
         )
         assert finding.cause.startswith(
             "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer.down_proj is bfloat16, so the addition at"

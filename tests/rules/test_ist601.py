@@ -24,7 +24,7 @@ def autocast() -> Trace:
 def test_bfloat16_autocast_on_a_t4(autocast: Trace) -> None:
     (finding,) = found(RULE, on(autocast, "t4"))
     assert finding.severity == "warning"
-    assert finding.message.startswith("bfloat16 matmuls do not run in hardware on NVIDIA T4: ")
+    assert finding.message.startswith("bfloat16 matmuls have no hardware support on NVIDIA T4: ")
     assert finding.cause == "autocast is set to bfloat16"
     assert finding.notes[0].startswith("no bfloat16 tensor cores before compute capability 8.0")
     half, single = finding.fixes
@@ -76,9 +76,9 @@ def test_bfloat16_at_half_of_float16s_rate_on_an_mi100(autocast: Trace) -> None:
     [
         (
             BF16,
-            "run the step in float16 with a GradScaler and set the quantized layers' compute dtype to float16",
+            "run the step in float16 with a GradScaler and set the compute dtype of the quantized layers to float16",
         ),
-        (FP16, "set the quantized layers' compute dtype to float16"),
+        (FP16, "set the compute dtype of the quantized layers to float16"),
     ],
 )
 def test_a_fix_names_the_compute_dtype_of_quantized_layers(running: torch.dtype, words: str) -> None:
@@ -123,7 +123,7 @@ def wide_result(dtype: torch.dtype) -> Trace:
 def test_a_float32_result_of_bfloat16_operands_on_a_t4() -> None:
     (finding,) = found(RULE, on(wide_result(BF16), "t4"))
     assert finding.severity == "error"
-    assert finding.message == "NVIDIA T4 refuses bfloat16 matmuls with a float32 result"
+    assert finding.message == "NVIDIA T4 does not support bfloat16 matmuls with a float32 result"
     assert finding.cause == "a product of bfloat16 operands has a float32 result at model.py:1"
     assert [fix.description for fix in finding.fixes] == [
         "run the step in float16 with a GradScaler",

@@ -14,7 +14,7 @@ RULE = "ist602_float16"
 def test_float16_on_a_cpu_without_it() -> None:
     (finding,) = found(RULE, on(of_llama(FP16), "cpu-generic"))
     assert finding.severity == "warning"
-    assert finding.message.startswith("float16 matmuls do not run in hardware on x86 CPU with AVX2")
+    assert finding.message.startswith("float16 matmuls have no hardware support on x86 CPU with AVX2")
     assert "measured: float16 matmuls run 36 times slower than float32's" in finding.notes
     assert finding.cost is not None
     assert finding.cost.slowdown == pytest.approx(31.6, abs=0.1)  # the adapters' float32 products stay
@@ -27,7 +27,7 @@ def test_float16_where_bfloat16_is_fast() -> None:
     """AVX512-BF16 converts float16 in software; AMX runs it, as fast as float32."""
     trace = of_llama(FP16)
     (slow,), (gainless,) = (found(RULE, on(trace, name)) for name in ("cpu-avx512", "cpu-amx"))
-    assert slow.message.startswith("float16 matmuls do not run in hardware on x86 CPU with AVX512-BF16")
+    assert slow.message.startswith("float16 matmuls have no hardware support on x86 CPU with AVX512-BF16")
     assert "measured: float16 matmuls run 40 times slower than bfloat16's" in slow.notes
     assert [fix.description for fix in slow.fixes] == [
         "run the step in bfloat16 and cast the weights; bfloat16 keeps only 8 bits",
@@ -47,7 +47,7 @@ def test_a_step_under_float16_whose_matmuls_run_in_float32() -> None:
     trace = on(of_llama(FP32), "cpu-avx512", autocast=FP16, compute=FP16)
     assert found(RULE, trace) == []
     (finding,) = found(RULE, replace(trace, calls=()))
-    assert finding.message == "float16 matmuls do not run in hardware on x86 CPU with AVX512-BF16"
+    assert finding.message == "float16 matmuls have no hardware support on x86 CPU with AVX512-BF16"
 
 
 def test_few_float16_flops_take_much_of_the_time() -> None:

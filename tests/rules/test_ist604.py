@@ -46,7 +46,7 @@ def test_float32_queries(wide: Trace) -> None:
     (finding,) = found(RULE, on(wide, "a100", attention="sdpa"))
     assert finding.severity == "warning"
     assert finding.message == (
-        "attention with float32 queries falls back to a slower kernel: flash kernels take bfloat16 and float16"
+        "attention with float32 queries uses a slower kernel: flash kernels accept only bfloat16 and float16"
     )
     assert "input_layernorm.weight is float32" in finding.cause
     (finding,) = found(RULE, on(wide, "a100", attention="flash_attention_2"))

@@ -41,7 +41,7 @@ def test_an_input_of_numpys_dtype_is_one_finding() -> None:
     given = {**X, "weights": torch.ones(2, 8, dtype=torch.float64)}
     (finding,) = found(RULE, on(traced(Turned(FP32), given), "mps"))
     assert finding.cause == "the input weights is float64"
-    assert finding.fixes[0].description == "make weights float32 before it goes to the device"
+    assert finding.fixes[0].description == "cast weights to float32 before it goes to the device"
 
 
 def test_a_number_in_a_float64_buffer_is_moved_with_its_model() -> None:

@@ -104,7 +104,7 @@ def test_a_dora_magnitude_that_no_update_moves() -> None:
     (finding,) = find(trace(given, learning_rate=1e-4))
     assert finding.message == "updates of 0.0001 are lost in 1 of 2 trainable parameters"
     assert finding.notes == (
-        f"{DORA}: not loaded; when initialised, its values are near 0.58, where two bfloat16 numbers differ by at least 3.9e-03",
+        f"{DORA}: not loaded; after initialization, its values are near 0.58, where two bfloat16 numbers differ by at least 3.9e-03",
     )
     assert not list(find(trace([adapter(FP32, DORA, shape=(64,)), given[1]], learning_rate=1e-4)))
 
@@ -244,14 +244,14 @@ def test_masters_in_float32_that_do_not_fit_are_named_with_this_reason(
 
     peak, before, fixes = checked()
     assert any(text.startswith("train float32 weights") for text in fixes)
-    assert not any(note.startswith("no fix here") for note in before)
+    assert not any(note.startswith("not a fix here") for note in before)
     small = Room(peak + 1000, "a small device's memory")
     monkeypatch.setattr(Setup, "limit", property(lambda setup: small))
     _, (note, *others), fixes = checked()
     assert others == before
     assert fixes == []
     assert note.startswith(
-        "no fix here: train float32 weights, which take twice the memory, because the step does not fit: "
+        "not a fix here: train float32 weights, which take twice the memory, because the step does not fit: "
     )
 
 

@@ -30,7 +30,7 @@ def test_weights_that_float16_cannot_hold() -> None:
 def test_norms_that_carry_values_past_it() -> None:
     (finding,) = find(trace([norm(FP16, largest=3e4)], compute=FP16))
     assert finding.severity == "warning"
-    assert finding.message == "1 norm can return values beyond float16's 65504"
+    assert finding.message == "1 norm can return values beyond 65504, the largest number of float16"
     assert finding.notes == ("model.layers.0.input_layernorm.weight: up to 3e+04 x sqrt(64) = 2.4e+05",)
     assert finding.fixes[0].description.endswith("float32")  # a T4 has no bfloat16
 
@@ -96,7 +96,7 @@ def test_a_fill_value_beyond_float16_is_one_finding_with_a_proven_fix() -> None:
     assert finding.code == "IST802"
     assert f"the device raises: {error}" in finding.notes
     assert re.fullmatch(
-        r"the number -1e\+09 at \S+:\d+ is beyond 65504, the largest of float16", finding.cause
+        r"the number -1e\+09 at \S+:\d+ is beyond 65504, the largest number of float16", finding.cause
     )
     fixes = [
         ("fill a float32 tensor", True),

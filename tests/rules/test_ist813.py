@@ -24,7 +24,7 @@ def test_sixty_four_micro_batches_in_bfloat16() -> None:
     (finding,) = find(accumulated(BF16, 64))
     assert (finding.severity, finding.phase) == ("warning", "backward")
     assert finding.message == "gradients of 64 micro-batches are added up in bfloat16"
-    assert finding.notes[0] == "affects 1 of 1 trainable parameters; the sums are off by about 0.9 %"
+    assert finding.notes[0] == "affects 1 of 1 trainable parameters; the sums are wrong by about 0.9 %"
 
 
 @pytest.mark.parametrize(

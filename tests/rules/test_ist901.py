@@ -17,7 +17,7 @@ def test_a_mask_of_ones_beside_positions_is_named_with_a_verified_fix() -> None:
         "measured in float64 on a copy of the model, with 2 rows of 16 tokens",
     )
     (fix,) = finding.fixes
-    assert (fix.description, fix.verified) == ("leave attention_mask out of the batch", True)
+    assert (fix.description, fix.verified) == ("remove attention_mask from the batch", True)
 
 
 def test_a_model_that_reads_no_sequences_is_named() -> None:

@@ -9,7 +9,7 @@ def test_padding_without_a_mask() -> None:
     (finding,) = find(reached(leak("padding"), input_ids=(2, 16)))
     assert (finding.severity, finding.message) == ("error", "the model treats padding as text")
     assert finding.cause == "the batch has padding and no attention mask"
-    assert finding.fixes[0].description == "give the model the attention mask"
+    assert finding.fixes[0].description == "pass the attention mask to the model"
 
 
 def test_padding_behind_a_mask_that_a_module_does_not_heed() -> None:

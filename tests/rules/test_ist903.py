@@ -16,7 +16,7 @@ def test_a_missing_causal_mask() -> None:
 
 def test_labels_that_a_model_is_fed() -> None:
     (finding,) = find(reached(leak("own label", module="", kind="")))
-    assert finding.message == "predictions depend on their own labels"
+    assert finding.message == "predictions depend on the labels of the same positions"
     assert finding.cause.startswith("the model uses the labels as an input")
 
 

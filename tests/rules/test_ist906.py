@@ -12,9 +12,9 @@ def test_an_adapter_of_scale_0_reaches_nothing() -> None:
     why = "the scaling of the adapter 'default', lora_alpha / r, is 0"
     unused = tuple(NoReach("adapter", name, why) for name in STARRED)
     (finding,) = find(reached(weights=[adapter(BF16, A), adapter(BF16, B)], unused=unused))
-    assert (finding.severity, finding.message) == ("error", "nothing that is trained reaches the loss")
+    assert (finding.severity, finding.message) == ("error", "the loss depends on no trainable weight")
     assert finding.cause == why
-    assert finding.fixes[0].description == "give the adapter a scale (lora_alpha) above 0"
+    assert finding.fixes[0].description == "set the scale of the adapter (lora_alpha) above 0"
 
 
 def test_a_part_of_what_is_trained_is_a_warning() -> None:

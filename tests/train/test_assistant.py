@@ -170,7 +170,7 @@ def test_rows_without_turns(row: dict[str, Any]) -> None:
         labelled_rows(settings_of(), tokenizer_of(CHATML), {"train": Dataset.from_list([row])}, print)
     (problem,) = caught.value.problems
     assert problem.given.startswith("--assistant_only_loss with the columns ")
-    assert problem.fix.startswith("leave --assistant_only_loss out")
+    assert problem.fix.startswith("omit --assistant_only_loss")
 
 
 LEFT = [

@@ -142,7 +142,7 @@ def test_a_pipe_is_read_by_lines(base: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_without_a_chat_template_it_continues_the_text(tmp_path: Path) -> None:
     bare = save_model(tmp_path / "bare", template=None)
     header, first, second = talk(bare, "w1 w2", "w3 w4")
-    assert header.endswith(" · greedy · no chat template: the model continues your text")
+    assert header.endswith(" · greedy · no chat template, so the model continues your text")
     model, tokenizer, _ = load_for_inference(bare, device="cpu")
     inputs = tokenizer("w3 w4", return_tensors="pt")
     ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)
@@ -153,7 +153,7 @@ def test_without_a_chat_template_it_continues_the_text(tmp_path: Path) -> None:
 def test_what_no_longer_fits_is_forgotten_aloud(tmp_path: Path) -> None:
     short = save_model(tmp_path / "short", max_position_embeddings=24)
     lines = talk(short, "w1 w2 w3", "w4 w5 w6")
-    assert lines[2] == "(the oldest turns no longer fit into the context and are left out)"
+    assert lines[2] == "(the oldest messages no longer fit into the context and are omitted)"
     assert lines[3] == talk(short, "w4 w5 w6")[1]
 
 
@@ -166,7 +166,7 @@ def test_by_default_an_answer_takes_what_a_short_context_leaves(tmp_path: Path) 
     assert lines[1] == "(this model's context of 64 tokens leaves 60 for the answer)"
     assert lines[2] == talk(short, "w1 w2", max_new_tokens=60)[1]
     # The first answer filled the context: what it leaves is not enough for a second one.
-    assert lines[3] == "(the oldest turns no longer fit into the context and are left out)"
+    assert lines[3] == "(the oldest messages no longer fit into the context and are omitted)"
     assert lines[4] == "(this model's context of 64 tokens leaves 61 for the answer)"
     assert lines[5] == talk(short, "w3", max_new_tokens=61)[1]
     assert lines[7] == "(this model's context of 64 tokens leaves 2 for the answer)"
@@ -226,7 +226,7 @@ def test_an_answer_ends_where_learned_positions_do(tmp_path: Path) -> None:
 def test_the_system_message_is_never_forgotten(tmp_path: Path) -> None:
     short = save_model(tmp_path / "short", max_position_embeddings=26)
     lines = talk(short, "w1 w2 w3", "w4 w5", system="w7")
-    assert lines[2] == "(the oldest turns no longer fit into the context and are left out)"
+    assert lines[2] == "(the oldest messages no longer fit into the context and are omitted)"
     assert lines[3] == talk(short, "w4 w5", system="w7")[1]
     assert lines[3] != talk(short, "w4 w5")[1]
 
@@ -417,7 +417,7 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
         "no tokenizer in the checkpoint\n"
         f"  - {bare} has no tokenizer\n"
         "    expected  tokenizer.json and tokenizer_config.json in the directory of the weights\n"
-        "    fix       copy them from the original model of these weights"
+        "    fix       copy these files from the original model of these weights"
     )
 
 
@@ -528,4 +528,4 @@ def test_a_picture_that_cannot_be_shown(seeing: Path, name: str, what: str) -> N
 
 def test_a_model_of_text_is_shown_none(base: Path) -> None:
     message = refused(UsageError, chat, options(base, "w1", image=["a.png"]), Console(file=io.StringIO()))
-    assert message.startswith("the model takes only text\n  - the image a.png")
+    assert message.startswith("the model accepts only text\n  - the image a.png")

@@ -99,7 +99,7 @@ SETTINGS: Any = SimpleNamespace(data_name="d", method=METHODS["sft"])
 def test_pictures_are_refused_by_a_model_of_text(tokenizer):
     row = {"messages": [SEEN, {**ANSWER, "content": parts("w2")}], "images": ["a.png"]}
     data = DatasetDict({"train": Dataset.from_list([row])})
-    assert "train: images in the column 'images', and a model that takes only text\n" in refused(
+    assert "train: images in the column 'images', and a model that accepts only text\n" in refused(
         DataError, check_pictures, SETTINGS, tokenizer, data
     )
 
@@ -161,6 +161,6 @@ def test_a_text_that_begins_as_the_tokenizer_begins_it_is_counted(tokenizer):
     lengths = RowTokens("sft", adds).lengths(rows)
     assert lengths is not None
     assert lengths.begun_twice() == (
-        "1 of 2 rows begin with the beginning-of-text token, which the tokenizer adds again; "
+        "1 of 2 rows begin with the beginning-of-text token, but the tokenizer adds this token again; "
         "remove it from the rows"
     )

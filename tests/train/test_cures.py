@@ -16,9 +16,9 @@ MODEL = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", 
 @pytest.mark.parametrize(
     ("arguments", "fix"),
     [
-        (["--load_best_model_at_end", "True"], "leave --load_best_model_at_end out"),
-        (["--dataloader_prefetch_factor", "2"], "leave --dataloader_prefetch_factor out"),
-        (["--lr_scheduler_type", "reduce_lr_on_plateau"], "leave --lr_scheduler_type out"),
+        (["--load_best_model_at_end", "True"], "omit --load_best_model_at_end"),
+        (["--dataloader_prefetch_factor", "2"], "omit --dataloader_prefetch_factor"),
+        (["--lr_scheduler_type", "reduce_lr_on_plateau"], "omit --lr_scheduler_type"),
     ],
 )
 def test_what_is_to_be_left_out_has_been_tried(arguments: list[str], fix: str) -> None:
@@ -37,7 +37,7 @@ def test_what_is_to_be_left_out_has_been_tried(arguments: list[str], fix: str) -
     ],
 )
 def test_groups_that_fill_no_batch_get_values_that_were_tried(rows: str, group: str, fix: str) -> None:
-    """The fix was `leave --num_generations out`, which TRL refuses as well."""
+    """The fix was `omit --num_generations`, which TRL refuses as well."""
     argv = [*MODEL, "--per_device_train_batch_size", rows, "--num_generations", group]
     with pytest.raises(UsageError) as caught:
         parse_settings(METHODS["grpo"], argv)
@@ -60,16 +60,16 @@ def test_by_the_names_in_a_message() -> None:
     message = "When `padding_free=True` without packing, `max_length` is not enforced."
     values = {"padding_free": True, "packing": False, "max_length": 1024, "beta": 0.1}
     assert fix_of_message(message, {"padding_free"}, values, "isotype sft") == (
-        "leave --padding_free out, or change --max_length (now 1024)"
+        "omit --padding_free, or change --max_length (now 1024)"
     )
     message = "Packing needs a collator without padding."
     assert (
         fix_of_message(message, {"packing", "max_steps"}, {"packing": True, "max_steps": 1}, "isotype sft")
-        == "leave --packing out"
+        == "omit --packing"
     )
     message = "Actual (not effective) batch size must be > 1."
     asked = {"per_device_train_batch_size": 1, "max_steps": 1}
-    assert fix_of_message(message, asked, asked, "isotype kto") == "leave --per_device_train_batch_size out"
+    assert fix_of_message(message, asked, asked, "isotype kto") == "omit --per_device_train_batch_size"
     assert fix_of_message("No.", {"beta"}, values, "isotype sft") == (
-        "leave out one of --beta; isotype sft --help-all lists all arguments"
+        "omit one of --beta; isotype sft --help-all lists all arguments"
     )

@@ -32,7 +32,7 @@ def test_what_is_left_unfused_is_said(verbose: bool) -> None:
     report = isotype.fuse(model, {"input_ids": None})
     said = shown(report, verbose)
     assert report.unseen
-    assert f"layers are fused one by one: {report.unseen}; give `inputs` for the model's forward" in said
+    assert f"layers are fused one by one: {report.unseen}; pass `inputs` for the model's forward" in said
     assert "mlp.down_proj (1 layer): the weights are offloaded (a device map)" in said
     assert "fused: 13" in said
 
@@ -41,7 +41,7 @@ def test_a_line_for_attention_without_a_kernel() -> None:
     with quiet():
         model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=4, target_modules="all-linear"))
     report = isotype.fuse(model)
-    report.attention.slow = "NVIDIA T4 has no fused kernel for bfloat16: all scores are stored (float32)"
+    report.attention.slow = "NVIDIA T4 has no fused kernel for bfloat16, so all scores are stored (float32)"
     assert f"attention: {report.attention.slow}" in shown(report, verbose=False)
 
 

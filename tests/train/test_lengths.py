@@ -213,5 +213,5 @@ def test_the_row_that_a_template_fails_on_is_named(tmp_path) -> None:
     sound = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
     rows = [{"messages": sound}, {"messages": [{"role": "user", "content": ""}, sound[1]]}]
     assert refused(DataError, RowTokens("sft", tokenizer, source="d.jsonl").lengths, rows).startswith(
-        "the model's chat template refuses a row\n  - d.jsonl, row 2: ZeroDivisionError: division by zero\n"
+        "the model's chat template raises an error for a row\n  - d.jsonl, row 2: ZeroDivisionError: division by zero\n"
     )

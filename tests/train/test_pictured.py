@@ -227,7 +227,7 @@ def test_rows_with_pictures_are_not_joined(name):
         "rows with images are not joined\n"
         f"  - --{name} True, and images in the column 'images'\n"
         "    expected  a separate row of the batch for each example\n"
-        f"    fix       leave --{name} out"
+        f"    fix       omit --{name}"
     )
 
 

@@ -102,7 +102,7 @@ def test_where_the_gpu_has_no_room_the_cpu_measures_and_a_note_says_so(
     _, found = policy_by_ranges(MODEL, REQUEST, "t4")
     assert measurements == [torch.device("cuda", 0), None]
     assert found is not None
-    assert found.notes == ("measured on the CPU: the memory of NVIDIA T4 was too small",)
+    assert found.notes == ("measured on the CPU, because the memory of NVIDIA T4 was too small",)
 
 
 def test_moments_of_a_start_from_the_error_are_measured_where_it_is_trained(

@@ -56,7 +56,7 @@ def test_the_users_line_is_named_whoever_raised(module: str, tmp_path: Path) -> 
         "a reward function failed\n"
         f"  - scores: JSONDecodeError: Expecting value: line 1 column 1 (char 0)   at {tmp_path}/{module}.py:4\n"
         "    expected  a list with a float for each completion\n"
-        "    fix       correct the function; a chat's completions are lists of messages, whose text is "
+        "    fix       correct the function; completions of a chat are lists of messages, whose text is "
         'completion[0]["content"]'
     )
     with pytest.raises(TrainingError, match=f"later: KeyError: 'answer'   at .*{module}.py:13"):
@@ -104,7 +104,7 @@ def test_a_run_says_that_no_group_differs(
     printed, record = trained(method, f"{module}.none", tmp_path, capsys)
     assert "step 2  reward 0.000 ± 0.000, all equal in 100 % of groups\n" in printed
     assert "\nMean reward stayed at 0.000, standard deviation 0.000; " in printed
-    warning = "in every group all rewards are equal, so the model learns nothing"
+    warning = "in every group, all rewards are equal, so the model learns nothing"
     assert f"\nwarning: {warning}" in printed
     assert any(each.startswith(warning) for each in record["warnings"])
     assert warning in (tmp_path / "out" / "run_report.html").read_text()

@@ -104,7 +104,7 @@ def test_other_rows_and_other_weights_are_another_run(run: Path):
     assert given.startswith("the training rows: 20 rows, ")
     assert expected.startswith("20 rows, ")
     assert given.rsplit(", ")[-1] != expected.split(", ")[1]
-    assert fix == "give the same rows in the same order, or start again in another --output_dir"
+    assert fix == "use the same rows in the same order, or start again in another --output_dir"
     (run / "train.jsonl").write_text("".join(lines))
     weights = load_file(run / "model" / "model.safetensors")
     save_file({name: value + 1 for name, value in weights.items()}, run / "model" / "model.safetensors")

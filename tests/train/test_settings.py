@@ -68,13 +68,13 @@ def test_contradictions_are_all_named_with_both_flags():
         "the arguments disagree about precision\n"
         "  - --dtype float32 and --bf16\n"
         "    expected  one compute dtype, which is also the dtype of unquantized weights (--dtype sets both)\n"
-        "    fix       leave --bf16 out to get float32, or leave --dtype float32 out to get bfloat16\n"
+        "    fix       omit --bf16 to get float32, or omit --dtype float32 to get bfloat16\n"
         "  - --quantization nf4 and --load_in_8bit\n"
         "    expected  one quantization\n"
-        "    fix       leave one of the two out\n"
+        "    fix       omit one of the two\n"
         "  - --fp16_full_eval\n"
         "    expected  evaluation in the dtypes of the training\n"
-        "    fix       leave it out: it would also cast the master weights; evaluation runs in the compute dtype anyway"
+        "    fix       omit it: it would also cast the master weights, and evaluation runs in the compute dtype anyway"
     )
 
 
@@ -200,7 +200,7 @@ def test_model_init_kwargs_have_a_say_in_the_quantization():
         "the arguments disagree about precision\n"
         "  - --quantization nf4 and --model_init_kwargs quantization_config load_in_8bit\n"
         "    expected  one quantization\n"
-        "    fix       leave one of the two out"
+        "    fix       omit one of the two"
     )
     assert message(*init('{"quantization_config": {"quant_method": "gptq"}}')).splitlines()[1] == (
         "  - --model_init_kwargs quantization_config {'quant_method': 'gptq'}"

@@ -433,7 +433,7 @@ def test_a_full_disk_is_one_message_and_everything_saved_before_is_whole(
         "error: the disk is full: the checkpoint could not be saved\n"
         f"  - {out}: No space left on device\n"
         "    expected  space for the adapter, and twice as much for the optimizer state\n"
-        "    fix       free some space, or give --output_dir on another disk, or --save_total_limit 1\n",
+        "    fix       free some space, or set --output_dir on another disk, or --save_total_limit 1\n",
     )
     assert [p.name for p in out.iterdir() if p.name.startswith(".") or p.name == "checkpoint-3"] == []
     assert json.loads((out / "run_report.json").read_text())["status"] == "failed"
@@ -476,7 +476,7 @@ def test_a_limit_on_file_sizes_is_one_message_too(
         "error: the checkpoint could not be saved\n"
         f"  - {out}: {reason}\n"
         "    expected  a directory that accepts files of this size\n"
-        "    fix       make it writable and lift limits on file sizes, or give another --output_dir\n",
+        "    fix       make it writable and lift limits on file sizes, or set another --output_dir\n",
     )
     file_size_limit(-1)
     status, printed, _ = sft(out, "--resume_from_checkpoint", "true")

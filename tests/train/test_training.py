@@ -172,7 +172,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_all_differences(model, data
         ("--lora_target_modules v_proj", "q_proj, as in checkpoint-2"),
     ]
     assert [p.fix for p in caught.value.problems] == [
-        "leave --quantization out, or give --dtype float32", "--lora_r 16", "--lora_target_modules q_proj"
+        "omit --quantization, or set --dtype float32", "--lora_r 16", "--lora_target_modules q_proj"
     ]  # fmt: skip
     with pytest.raises(CheckpointError) as caught:
         train(model, data, out, *more, "--use_peft", "False")
@@ -248,12 +248,12 @@ def test_model_init_kwargs_reach_the_model_and_unknown_ones_are_named(model, dat
     out = tmp_path / "out"
     outcome, _ = train(model, data, out, *QUICK, "--model_init_kwargs", '{"attn_implementation": "eager"}')
     assert outcome.record.status == "finished"
-    with pytest.raises(UsageError, match="the model does not take these arguments"):
+    with pytest.raises(UsageError, match="the model does not accept these arguments"):
         train(model, data, out, "--model_init_kwargs", '{"nosuch": 1}')
 
 
 def test_what_the_trainer_refuses_is_a_usage_error(model, data, tmp_path):
-    with pytest.raises(UsageError, match="SFTTrainer does not take these arguments") as caught:
+    with pytest.raises(UsageError, match="SFTTrainer does not accept these arguments") as caught:
         train(
             model,
             data,
@@ -303,7 +303,7 @@ def test_weights_that_are_not_finite_are_refused_where_they_are_loaded(model, da
         f"  - {broken}: 2 tensors with NaN or infinity: model.layers.0.self_attn.q_proj.weight "
         "(1 infinite of 4,096, float32), model.norm.weight (3 NaN of 64, float32)\n"
         "    expected  finite numbers\n"
-        "    fix       copy, download or train the weights again: nothing repairs them\n"
+        "    fix       copy, download or train the weights again, because nothing can repair them\n"
     )
     assert main(["chat", str(broken), "--ask", "w1"]) == 2
     assert "2 tensors with NaN or infinity" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def test_a_task_type_that_the_method_does_not_train_is_refused(method: str, task
     assert problem.given == f"--lora_task_type {task} with {method}"
     assert problem.expected == f"{METHODS[method].task_type}, the task of isotype {method}"
     other = {"SEQ_CLS": "reward", "CAUSAL_LM": "sft"}.get(task)
-    assert problem.fix == "leave it out" + (
+    assert problem.fix == "omit it" + (
         f", or run isotype {other}, whose task is {task}" if other is not None else ""
     )
 
@@ -112,7 +112,7 @@ def test_what_a_trainer_refuses_is_refused_before_a_model_is_loaded(
     if refused is None:
         return
     monkeypatch.setattr("isotype.train.validate._trainer", lambda _: ())
-    with pytest.raises(UsageError, match=f"{METHODS[method].trainer} does not take these arguments"):
+    with pytest.raises(UsageError, match=f"{METHODS[method].trainer} does not accept these arguments"):
         run(request, Console(quiet=True))
 
 
@@ -226,7 +226,7 @@ def test_a_checkpoint_without_weights(model, tmp_path):
         "a checkpoint without weights\n"
         f"  - {tmp_path}: a config without weights in its directory\n"
         "    expected  model.safetensors, or shards with model.safetensors.index.json\n"
-        "    fix       copy the weights into this directory, or give the directory that save_pretrained() wrote"
+        "    fix       copy the weights into this directory, or pass the directory that save_pretrained() wrote"
     )
 
 
@@ -256,7 +256,7 @@ def test_a_special_token_that_is_not_in_the_vocabulary(model):
         "the tokenizer does not fit\n"
         "  - --eos_token <end>\n"
         "    expected  a token of the vocabulary; the tokenizer's default is </s>\n"
-        "    fix       leave it out, or correct the spelling"
+        "    fix       omit it, or correct the spelling"
     )
 
 

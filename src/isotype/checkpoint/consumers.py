@@ -1,11 +1,12 @@
-"""Predicts what another program does with each tensor of an adapter: apply, change, ignore or refuse it.
+"""Predicts the effect of another program on each tensor of an adapter: the program applies, changes, ignores or
+refuses the tensor.
 
 The rules follow the source code of these programs' loaders on 2026-11-27:
 
 - `peft` 0.21: `set_peft_model_state_dict` and `LoraLayer`;
-- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts a tensor if the last part of its
-  module's name (`q_proj`) is also the last part of a linear layer's name. If no module has the tensor's full name, vLLM
-  then ignores the tensor (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
+- `vllm` 0.28: vllm/lora/peft_helper.py, lora_model.py and utils.py. vLLM accepts a tensor if the last part of the name
+  of its module (`q_proj`) is also the last part of the name of a linear layer. If no module has the full name of the
+  tensor, vLLM then ignores the tensor (https://github.com/vllm-project/vllm/issues/34186, /48019, /41754);
 - `llama.cpp`: convert_lora_to_gguf.py, and `llama_adapter_lora_weight::get_scale` (the scale is alpha / rank, even
   for rsLoRA).
 """
@@ -30,12 +31,12 @@ from isotype.core.names import base_name, grouped, starred, unwrapping
 from isotype.model.parts import LANGUAGE, Parts
 
 Effect = Literal["applied", "changed", "ignored", "refused", "unknown"]
-"""`changed`: the program applies the tensor but scales it differently from the training."""
+"""`changed`: the program applies the tensor, but scales it differently from the training."""
 
 _SUFFIX = re.compile(r"\.(lora_[AB]\.weight|lora_embedding_[AB])$")
 _STACKED = re.compile(r"\.experts$")
-_OTHER_MODEL = "give the model that the adapter was trained on"
-_MERGE = "merge the adapter (`isotype merge`) and load the whole model"
+_OTHER_MODEL = "use the model that the adapter was trained on"
+_MERGE = "merge the adapter (`isotype merge`), and load the whole model"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Consumer:
     Attributes:
         refuses: options of adapter_config.json that the program refuses -> the reason.
         unplaced: effect on a tensor for which the model has no module.
-        other: effect on a tensor that is not a LoRA matrix; None if the program applies it.
+        other: effect on a tensor that is not a LoRA matrix; None if the program applies such tensors.
         stacked: effect on adapters of stacked experts, and the reason; None if the program applies these adapters.
         towers: True if the program applies adapters outside of the language model (towers and projectors).
         scale: function (config's alpha, config's r, layer's r, is rsLoRA) -> scale; None for PEFT's scale.
@@ -79,7 +80,7 @@ CONSUMERS: Mapping[str, Consumer] = {
     ),
     "llama.cpp": Consumer(
         {"use_dora": "llama.cpp's converter reads only lora_A and lora_B"},
-        stacked=("refused", "llama.cpp's converter finds no tensor of this name"),
+        stacked=("refused", "llama.cpp's converter knows no tensor with this name"),
         scale=lambda alpha, _, rank, __: alpha / rank,
     ),
 }
@@ -87,9 +88,10 @@ CONSUMERS: Mapping[str, Consumer] = {
 
 @dataclass(frozen=True)
 class Use:
-    """The effect that a program has on a module's adapter; `*` in the module's name stands for any layer number.
+    """The effect that a program has on the adapter of a module. In the module's name, `*` stands for any layer
+    number.
 
-    `why` is the reason as a clause, or "" if the program applies the tensors.
+    `why` is a clause with the reason, or "" if the program applies the tensors.
     """
 
     module: str
@@ -101,7 +103,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Fit:
-    """Prediction of how the program `consumer` uses an adapter with `model`. `notes` has flags that the program needs."""
+    """Prediction of how the program `consumer` uses an adapter with `model`. `notes` contains options that the program needs."""
 
     adapter: str
     consumer: str
@@ -115,11 +117,11 @@ class Fit:
 
 
 def fit_of(directory: str | Path, consumer: str, model: str | Path | None = None) -> Fit:
-    """Predict how another program uses an adapter with a model, without reading the model's weights.
+    """Predict how another program uses an adapter with a model. The model's weights are not read.
 
-    `consumer` is a key of `CONSUMERS`. `model` is the model that the program loads, by default the adapter's base. Raises
-    CheckpointError if the adapter or the model does not exist, and UsageError if neither `model` nor the adapter names a
-    model.
+    `consumer` is a key of `CONSUMERS`. `model` is the model that the program loads. The default is the adapter's base.
+    Raises CheckpointError if the adapter or the model does not exist, and UsageError if neither `model` nor the adapter
+    names a model.
     """
     adapter, rules = read_adapter(directory), CONSUMERS[consumer]
     source = adapter.base if model is None else model
@@ -150,13 +152,13 @@ class _Judge:
     zeros: frozenset[str]
 
     def use(self, tensor: TensorHeader) -> tuple[Effect, str, str]:
-        """Return (effect, reason, fix): what the program does with one tensor of the adapter, why, and what to do."""
+        """Return (effect, reason, fix) for one tensor of the adapter: what the program does with the tensor, why, and what to do."""
         config, rules, module = self.adapter.config, self.rules, module_of(tensor.name)
         for option, why in rules.refuses.items():
             if getattr(config, option, None):
                 return "refused", why, _MERGE
         if how := unwrapping(tensor.name):
-            return rules.unplaced, "its name in the file is not the module's name", how
+            return rules.unplaced, "its name in the file is not the name of the module", how
         if not _SUFFIX.search(tensor.name):
             other = rules.other
             return ("applied", "", "") if other is None else (other, "it is not a LoRA matrix", _MERGE)
@@ -185,7 +187,11 @@ class _Judge:
         if not applied or module in self.zeros:
             return "ignored", "its scale is 0" if not applied else "its B is zero", "train it"
         if not math.isclose(trained, applied):
-            return "changed", f"it is scaled by {applied:.3g}, but by {trained:.3g} in training", _MERGE
+            return (
+                "changed",
+                f"the program scales it by {applied:.3g}, but the training by {trained:.3g}",
+                _MERGE,
+            )
         return "applied", "", ""
 
     def rank(self, tensor: TensorHeader) -> int:
@@ -200,7 +206,7 @@ def _of_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) ->
 
 
 def changes_nothing(adapter: Adapter) -> bool:
-    """Return True if an adapter has no effect: all its tensors belong to LoRA layers whose matrix B is zero."""
+    """Return True if an adapter has no effect, because all its tensors belong to LoRA layers whose matrix B is zero."""
     without_effect = _modules_with_zero_b(adapter)
     modules = (
         module_of(tensor.name).removesuffix(".lora_magnitude_vector") for tensor in adapter.headers.tensors

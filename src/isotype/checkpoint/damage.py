@@ -38,7 +38,7 @@ _BLOCKS = 64  # 64 rows of any width fill whole 4-bit blocks
 
 
 class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
-    """`TorchDispatchMode` that reads a weight when an operator uses it. Of an embedding, it reads only the used rows."""
+    """`TorchDispatchMode` that reads a weight when an operator uses it. For an embedding, it reads only the rows that are used."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = with_values(operator_name(func).rpartition(".")[0], args, kwargs or {})
@@ -49,9 +49,9 @@ class EmbeddedRows(UncompiledMode):  # type: ignore[no-untyped-call]
 class Sums:
     """The sums that are measured for one linear layer.
 
-    `damage` is in nats, and `error` is the squared error of the weight; both are dicts by format. `squares` `[columns]` is
-    Σ |g|² x² over `tokens` tokens, with a token's input x and output gradient g. For the weight Wᵢⱼ, the diagonal of
-    the Fisher information has the entry Σ gᵢ² xⱼ²; `squares` is the sum over i.
+    `damage` is in nats, and `error` is the squared error of the weight. Both are dicts by format. `squares` `[columns]` is
+    Σ |g|² x² over `tokens` tokens, with the input x and the output gradient g of a token. For the weight Wᵢⱼ, the diagonal
+    of the Fisher information has the entry Σ gᵢ² xⱼ². `squares` is the sum over i.
     """
 
     rows: int = 0
@@ -71,12 +71,12 @@ class Sums:
 class Layers:
     """A recorder for `isotype.ranges.twin.twin_of` that measures the damage of quantization in linear layers.
 
-    Let f be ln p(y | x), with y sampled from the model. If the weights W change by D, the KL divergence between the
-    outputs before and after the change is, to second order, ½ E[<D, df/dW>²], a product with the Fisher information. The backward
-    starts from the result of `_of_signs`, a gradient with the same second moments as the gradient of f. A token with
-    the input x and the output gradient g adds ½ Σ (g² xᵀ²) D², over all weights of the layer, to the estimate. The
-    estimate omits products of two weights' errors, because these are nearly independent. The estimate also omits products
-    of two tokens' gradients, which would need hundreds of samples of y.
+    Let f be ln p(y | x), with y sampled from the model. If the weights W change by D, the outputs have a KL divergence. To
+    second order, it is ½ E[<D, df/dW>²], a product with the Fisher information. The backward starts from the result of
+    `_of_signs`. This gradient has the same second moments as the gradient of f. A token with the input x and the output
+    gradient g adds ½ Σ (g² xᵀ²) D² to the estimate, summed over all weights of the layer. The estimate omits products of the
+    errors of two weights, because these errors are nearly independent. The estimate also omits products of the gradients of
+    two tokens, because they would need hundreds of samples of y.
 
     Attributes:
         wanted: names of the layers to measure.
@@ -89,7 +89,7 @@ class Layers:
     sums: dict[str, Sums] = field(default_factory=dict)
 
     def again(self) -> Any:
-        """Return an empty context, because this recorder needs no context for a block's forward or recomputation."""
+        """Return an empty context, because this recorder needs no context for the forward or recomputation of a block."""
         return nullcontext()
 
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int]) -> None:
@@ -139,7 +139,7 @@ class Layers:
 
 
 class _Product(torch.autograd.Function):
-    """The product X Wᵀ, whose backward calls `Layers.add` and returns only the gradient of X."""
+    """The product X Wᵀ. Its backward calls `Layers.add` and returns only the gradient of X."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layers: Layers, name: str) -> torch.Tensor:
@@ -159,12 +159,13 @@ class _Product(torch.autograd.Function):
 def rounded(
     weight: torch.Tensor, form: str, moments: torch.Tensor | None = None, *, exact: bool = True
 ) -> torch.Tensor:
-    """Round a float32 weight to a format; return float32 `[rows, columns]`. A slice of a weight must have whole 4-bit blocks.
+    """Round a float32 weight to a format, and return float32 `[rows, columns]`. A slice of a weight must contain whole
+    4-bit blocks.
 
     Args:
         form: one of `isotype.core.formats.MEASURED`.
         moments: second moments of the input channels, `[columns]`; required if `FORMATS[form].fitted`.
-        exact: True to round as bitsandbytes does; False to use `fitted.nearest_values`, which takes half the time.
+        exact: True to round as bitsandbytes does; False to use `fitted.nearest_values`, which is twice as fast.
     """
     if form == "int8":
         codes, scales = quantize_int8(weight)
@@ -174,7 +175,7 @@ def rounded(
     name, size = FORMATS[form].code, FORMATS[form].block
     fitted = FORMATS[form].fitted
     if fitted and moments is None:
-        raise ValueError(f"{form} is fitted to the moments of a layer's inputs, and no moments are given")
+        raise ValueError(f"{form} is fitted to the moments of a layer's inputs, but no moments were passed")
     if fitted or not exact:
         return nearest_values(weight, name, moments if fitted else None, blocksize=size)
     codes, state = quantize_4bit(weight.contiguous(), name, blocksize=size)
@@ -182,7 +183,7 @@ def rounded(
 
 
 def pieces(rows: int, columns: int) -> Iterator[slice]:
-    """Yield slices of a weight's rows; each slice has some megabytes and contains whole 4-bit blocks."""
+    """Yield slices of the rows of a weight. Each slice has some megabytes, and contains whole 4-bit blocks."""
     step = max(_BLOCKS, _PIECE // max(1, columns) // _BLOCKS * _BLOCKS)
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))
@@ -203,7 +204,8 @@ def measure_quality(
     progress: bool = True,
     revision: str | None = None,
 ) -> Damages:
-    """Measure how rounding a linear layer to a format changes the next-token distribution, for each layer and format.
+    """For each layer and format, measure how the next-token distribution changes if a linear layer is rounded to the
+    format.
 
     One forward and one backward in float32 estimate the damage in all layers (`isotype.checkpoint.damage.Layers`). For
     each format in `exact`, another forward with all layers in this format measures the divergence from the float32
@@ -211,14 +213,14 @@ def measure_quality(
     checkpoint on the default texts is cached.
 
     Args:
-        model: a module that returns logits, or a checkpoint: a directory, a GGUF file, `embedded:NAME`, a hub id, or an
-            open `Checkpoint`.
-        data: inputs of the model as a dict of tensors or a list of such dicts; by default, short texts that isotype
+        model: a module that returns logits, or a checkpoint: a directory, a GGUF file, `embedded:NAME`, a hub id, or an open
+            `Checkpoint`.
+        data: inputs of the model as a dict of tensors or a list of such dicts. The default is a few short texts that isotype
             contains. Tokens whose `attention_mask` is 0, or whose label is -100, do not count.
         tokens: number of tokens of the default texts.
-        exact: formats in which the whole model is also measured; each takes one more forward.
-        device: default: the model's device, or the CPU for a checkpoint.
-        progress: show a bar on a terminal if the measurement takes longer than three seconds.
+        exact: formats for which the whole model is also measured. Each format takes one more forward.
+        device: the device to run on. The default is the model's device, or the CPU for a checkpoint.
+        progress: True to show a bar on a terminal if the measurement takes longer than three seconds.
         revision: branch, tag or commit of a hub id.
 
     Raises:
@@ -265,7 +267,7 @@ def _measured(
 
 
 class Session:
-    """Runs the forwards and backwards of one measurement. `passes` over the model are shown by the progress bar.
+    """Runs the forwards and backwards of one measurement. The progress bar shows the `passes` over the model.
 
     Attributes:
         reference: the float32 log probabilities of each batch, `[tokens, vocabulary]`; set by `backward`.
@@ -290,7 +292,7 @@ class Session:
         self.bar.total = passes * len(run.batches) * sum(map(len, self.twin.blocks))
 
     def backward(self) -> int:
-        """Run a forward and a backward of each batch, which fill the layers' sums; return the number of counted tokens."""
+        """Run a forward and a backward of each batch, which fill the sums of the layers. Return the number of counted tokens."""
         generator = torch.Generator(device="cpu").manual_seed(_SEED)
         with undisturbed(self.device), self.rows:
             for batch in self.run.batches:
@@ -323,7 +325,7 @@ class Session:
         if not isinstance(logits, torch.Tensor):
             what = f"{self.measured.source}, which returns {type(output).__name__} without logits"
             expected = "a model that returns logits of the next token (or of classes)"
-            fix = "give the model with its head"
+            fix = "pass the model with its head"
             raise UsageError.of("the damage of quantization cannot be measured", what, expected, fix)
         counted = _counted(batch, logits.shape[:-1])
         return logits, counted, torch.log_softmax(logits.detach()[counted.to(logits.device)].float(), -1)
@@ -349,14 +351,14 @@ def _of_signs(
 
     The function returns u = r ε - p (r · ε), with r = √p and independent random signs ε of ±1. E[ε εᵀ] is the identity
     matrix, so E[u uᵀ] = (diag r - p rᵀ)(diag r - r pᵀ) = diag p - p pᵀ. The gradient of ln p(y), with y sampled from p,
-    has the same second moments. But that gradient has a larger variance: it is near 0 for most samples and large for a
-    few. The random signs are from Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
+    has the same second moments. However, that gradient has a larger variance: it is near 0 for most samples, and large
+    for a few samples. The random signs are from Martens, Sutskever and Swersky, https://arxiv.org/abs/1206.6464.
 
     Args:
         rows: log probabilities `[counted tokens, vocabulary]`, float32.
         counted: mask of the counted tokens, `[batch, tokens]`.
-        logits: `[batch, tokens, vocabulary]`; the gradient has the same shape, dtype and device, and is 0 for tokens that
-            do not count.
+        logits: `[batch, tokens, vocabulary]`. The gradient has the same shape, dtype and device, and is 0 for tokens that do
+            not count.
     """
     signs = torch.empty(rows.shape, dtype=torch.int8).random_(2, generator=generator).mul_(2).sub_(1)
     gradient = (rows / 2).exp_().mul_(signs.to(rows.device))
@@ -367,9 +369,9 @@ def _of_signs(
 
 
 def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
-    """Return Σ p (ln p - ln q) over all rows; the arguments `p` and `q` are the logarithms ln p and ln q.
+    """Return Σ p (ln p - ln q) over all rows. The arguments `p` and `q` are the logarithms ln p and ln q.
 
-    With d = ln p - ln q, the function computes Σ p (d + exp(-d) - 1), which is the same, because p and q each sum to one.
+    With d = ln p - ln q, the function computes Σ p (d + exp(-d) - 1). This sum is equal, because p and q each sum to one.
     The terms of this sum are of second order in d. In Σ p d, first-order terms would cancel only up to rounding errors.
     """
     parts = zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True)

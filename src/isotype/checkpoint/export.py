@@ -28,9 +28,9 @@ class Architecture:
 
     Attributes:
         name: the architecture's name in llama.cpp.
-        change: function of (name in the file, transformers' values, config) that returns llama.cpp's values.
+        change: function that returns llama.cpp's values for (name in the file, transformers' values, config).
         epsilon: GGUF key and config field of the norms' epsilon.
-        more: further GGUF keys, each with its config field.
+        more: other GGUF keys, each with its config field.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Architecture:
 
 
 def _rotary_pairs_together(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
-    """Permute query and key rows: llama.cpp pairs neighbouring rows, transformers pairs the halves of a head."""
+    """Permute the rows of queries and keys, because llama.cpp pairs neighboring rows, and transformers pairs the halves of a head."""
     if ".attn_q." not in name and ".attn_k." not in name:
         return values
     heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
@@ -49,7 +49,7 @@ def _rotary_pairs_together(name: str, values: torch.Tensor, config: Any) -> torc
 
 
 def _norms_from_zero(name: str, values: torch.Tensor, config: Any) -> torch.Tensor:
-    """Add 1 to Gemma's norm weights: llama.cpp multiplies by the stored weight, transformers by 1 + weight."""
+    """Add 1 to the norm weights of Gemma: llama.cpp multiplies by the stored weight, and transformers by 1 + weight."""
     return values.float() + 1 if name.endswith("norm.weight") else values
 
 
@@ -72,7 +72,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": Architecture("phi3", more=_WINDOW),
     "starcoder2": Architecture("starcoder2", epsilon=("attention.layer_norm_epsilon", "norm_epsilon")),
 }
-"""Rules by `model_type`; tests write a model of each type, read it back and compare."""
+"""Rules by `model_type`. Tests write a model of each type, read it back and compare the models."""
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -90,12 +90,12 @@ _NO_TOKENIZER = "this tokenizer cannot be written to GGUF"
 
 
 def check_exportable(config: Any) -> Architecture:
-    """Return the rules for writing a model of this config; raise UsageError if GGUF cannot represent the model."""
+    """Return the rules for writing a model with this config. Raise UsageError if GGUF cannot represent the model."""
     text = config.get_text_config()
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None and getattr(config, "vision_config", None) is not None:
-        expected = "a text-only model: llama.cpp reads towers and projectors from a second file (mmproj), which isotype does not write"
-        raise _refused(f"a model of the type {config.model_type}, which takes images", expected)
+        expected = "a text-only model, because llama.cpp reads towers and projectors from a second file (mmproj), which isotype does not write"
+        raise _refused(f"a model of the type {config.model_type}, which accepts images", expected)
     if architecture is None:
         raise _refused(f"a model of the type {config.model_type}", f"one of {', '.join(ARCHITECTURES)}")
     kind = _rotary_parameters(text).get("rope_type", "default")
@@ -107,18 +107,18 @@ def check_exportable(config: Any) -> Architecture:
     if scalar not in (None, head, text.hidden_size // text.num_attention_heads if large else head):
         raise _refused(f"query_pre_attn_scalar {scalar:g}", f"{head}, the size of a head")
     if not getattr(text, "norm_topk_prob", True):
-        expected = "norm_topk_prob true: llama.cpp always scales the scores of a token's experts so that their sum is 1"
+        expected = "norm_topk_prob true, because llama.cpp always scales the scores of a token's experts to a sum of 1"
         raise _refused("norm_topk_prob false", expected)
     return architecture
 
 
 def exportable_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer, or a processor's tokenizer. Raise UsageError for None, or if GGUF cannot represent the tokenizer."""
+    """Return the tokenizer, or the tokenizer of a processor. Raise UsageError if there is none, or if GGUF cannot represent it."""
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     if not getattr(inner, "is_fast", False):
         what = "no tokenizer that can be read as tokenizer.json"
         fix = "copy tokenizer.json into the adapter's directory"
-        raise UsageError.of("a GGUF file contains the model's tokenizer", what, "a fast tokenizer", fix)
+        raise UsageError.of("a GGUF file contains the tokenizer of the model", what, "a fast tokenizer", fix)
     _name_of_split(json.loads(inner.backend_tokenizer.to_str()))
     return inner
 
@@ -149,11 +149,12 @@ def write_tensors(
     """Write a dense model and its tokenizer to a GGUF file, with one tensor in memory at a time. Return notes.
 
     As in llama.cpp's converter, most matrices are stored in `kind`. Vectors (norms, biases) and routers are float32.
-    Embeddings and head are q8_0 if `kind` has fewer bits. If `kind` is one of `GGUF_BLOCKS`, matrices whose row length
-    is not a multiple of 32 are float16. A head that shares the embedding's weight is not written.
+    Embeddings and head are stored as q8_0 if `kind` has fewer bits. If `kind` is one of `GGUF_BLOCKS`, a matrix is
+    stored as float16 if the length of its rows is not a multiple of 32. A head that shares the weight of the
+    embedding is not written.
 
     Args:
-        shapes: name -> parameter, in the order of `values`; the parameters may be on the meta device.
+        shapes: name -> parameter, in the order of `values`. The parameters may be on the meta device.
         kind: f32, f16, bf16 or one of `isotype.core.dtypes.GGUF_BLOCKS`.
         name: the model's name in the file's metadata.
 
@@ -256,7 +257,7 @@ def _rotary_parameters(config: Any) -> Mapping[str, Any]:
 
 
 def _llama3_factors(config: Any) -> torch.Tensor | None:
-    """Return the factors by which Llama 3.1 divides its rotary frequencies; None for another rope type."""
+    """Return the factors by which Llama 3.1 divides its rotary frequencies; None for other rope types."""
     rope = _rotary_parameters(config)
     if rope.get("rope_type") != "llama3":
         return None
@@ -288,7 +289,7 @@ def _rounded(name: str, values: torch.Tensor, kind: str) -> Any:
         largest = float(wide.abs().max())
         if largest > torch.finfo(torch.float16).max:
             overflow = f"{name}: values up to {largest:.4g}"
-            headline, fix = "f16 cannot represent the merged weights", "give --gguf bf16 or f32"
+            headline, fix = "f16 cannot represent the merged weights", "set --gguf bf16 or f32"
             raise PrecisionError.of(headline, overflow, "at most 65504", fix)
         return wide.half().numpy()
     if kind == "F32":
@@ -300,7 +301,7 @@ PROGRAM = "llama-quantize"  # writes the types in LLAMA_CPP_TYPES
 
 
 def require_program(kind: str | None, adapter: Path, output: Path) -> None:
-    """Raise UsageError if only llama.cpp's `llama-quantize` can write `kind`, and it is not on the PATH."""
+    """Raise UsageError if only llama.cpp's `llama-quantize` can write `kind`, but it is not on the PATH."""
     if kind is None or kind not in LLAMA_CPP_TYPES or shutil.which(PROGRAM):
         return
     final = output if output.suffix == ".gguf" else output / f"model-{kind}.gguf"
@@ -316,7 +317,7 @@ def require_program(kind: str | None, adapter: Path, output: Path) -> None:
 
 
 def quantize_by_llama_cpp(dense: Path, output: Path, kind: str) -> list[str]:
-    """Quantize a dense GGUF file with `llama-quantize`; return a note with the tensors' types, or raise SaveError."""
+    """Quantize a dense GGUF file with `llama-quantize`. Return a note with the tensors' types, or raise SaveError."""
     command = [shutil.which(PROGRAM) or PROGRAM, str(dense), str(output), kind.upper()]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode or not output.is_file():
@@ -338,8 +339,8 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id")
 def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     """Write a tokenizer's vocabulary, merges, token types and special tokens with `gguf.GGUFWriter`.
 
-    Embedding rows without a token are named `[PADn]` and marked as unused. Raises UsageError if the tokenizer is not BPE,
-    or if llama.cpp has no name for its pre-tokenizer.
+    Embedding rows without a token get the name `[PADn]`, and are marked as unused. Raises UsageError if the tokenizer is
+    not BPE, or if llama.cpp has no name for its pre-tokenizer.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model, split = content["model"], _name_of_split(content)
@@ -390,7 +391,7 @@ def _tokens_and_types(content: Mapping[str, Any], tokenizer: Any, rows: int) -> 
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
-    """Return a SentencePiece score for each token: the earlier a token is merged, the higher its score."""
+    """Return a SentencePiece score for each token. Tokens that are merged earlier have a higher score."""
     rank: dict[str, int] = {}
     for at, merge in enumerate(merges):
         rank.setdefault(merge.replace(" ", "", 1), at)
@@ -414,7 +415,7 @@ def _prefixes_space(content: Mapping[str, Any]) -> bool:
 
 
 def _name_of_split(content: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for the pre-tokenizer; raise UsageError if llama.cpp has no name for it."""
+    """Return llama.cpp's name for the pre-tokenizer. Raise UsageError if llama.cpp has no such name."""
     model = content["model"]
     if model["type"] != "BPE":
         what = f"a tokenizer of the kind {model['type']}"
@@ -431,5 +432,5 @@ def _name_of_split(content: Mapping[str, Any]) -> str:
         name = _SPLITS.get(parts[0]["pattern"].get("Regex", ""))
         if name is not None:
             return name
-    what = f"a tokenizer that splits text by {' and '.join(kinds) or 'nothing'}: llama.cpp has no name for this split"
+    what = f"a tokenizer that splits text by {' and '.join(kinds) or 'nothing'}, because llama.cpp has no name for this split"
     raise _refused(what, "the split of GPT-2, Llama 3, Qwen 2, SmolLM or SentencePiece", _NO_TOKENIZER)

@@ -1,4 +1,4 @@
-"""Gathers the facts about a model that decide its precision policy, before a weight is read."""
+"""Gathers the facts about a model that decide its precision policy. No weight is read."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +38,7 @@ _GGUF_MODEL_TYPES = {
 
 
 def facts_of(model: Any) -> ModelFacts:
-    """Return the facts about a module or a transformers config; raise PrecisionError for another object."""
+    """Return the facts about a module or a transformers config. Raise PrecisionError for other objects."""
     if isinstance(model, nn.Module):
         return facts_of_module(model)
     if _is_config(model):
@@ -79,7 +79,7 @@ def facts_of_module(model: Any) -> ModelFacts:
 
 
 def _layers_quantization(model: nn.Module) -> QuantizationFacts | None:
-    """Return the most common quantization of the model's bitsandbytes layers, or None if it has no such layers."""
+    """Return the most common quantization of the model's bitsandbytes layers; None without such layers."""
     counts: Counter[QuantizationFacts] = Counter()
     for module in model.modules():
         kind = kind_of(module)
@@ -106,7 +106,7 @@ class _Stored:
 
 
 def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Iterator[_Stored]:
-    """Yield the stored parameters, except those whose name has a part that begins with one of `adapters`."""
+    """Yield the stored parameters. Leave out a parameter if a part of its name begins with one of `adapters`."""
     for name, parameter in model.named_parameters():
         if any(part.startswith(adapters) for part in name.split(".")):
             continue
@@ -122,7 +122,7 @@ def stored_parameters(model: nn.Module, adapters: tuple[str, ...] = ()) -> Itera
 
 
 def facts_of_config(source: str, config: Any, headers: CheckpointHeaders | None = None) -> ModelFacts:
-    """Return the facts about a model from its config and headers; raise CheckpointError if config and headers do not match."""
+    """Return the facts about a model from its config and headers. Raise CheckpointError if they contradict each other."""
     quantization = quantization_of(config)
     if headers is None and (problem := config_problem(quantization_options(config))):
         raise CheckpointError.of("quantized weights that cannot be read", f"{source}: {problem}", *EXPECTED)

@@ -1,4 +1,4 @@
-"""Fills a model's tensors one at a time from mapped files, and converts them to the model's dtypes and formats."""
+"""Fills the tensors of a model one at a time from mapped files, and converts them to the model's dtypes and formats."""
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -32,18 +32,18 @@ Reading = Generator[tuple[Source, Tensors], None, None]
 class Filler:
     """Fills a model's tensors from a checkpoint, in the dtypes and formats of a policy.
 
-    The constructor replaces stacked experts by blank codes in the model's order, because names in an adapter's file
-    depend on this order. `fill` places weights in another order.
+    The constructor replaces stacked experts by blank codes in the order of the model, because names in an adapter's
+    file depend on this order. `fill` places weights in another order.
 
     Args:
         stored: the weights of a model on the meta device whose quantized layers are bitsandbytes layers.
         quantized: names of the weights of bitsandbytes layers.
-        pinned: patterns of the names of tensors that stay in float32.
+        pinned: patterns for the names of tensors that stay in float32.
         stacks: name of a quantized, stacked expert weight -> its quantization format.
-        device: function of a tensor's name.
+        device: function that returns the device of a tensor from the tensor's name.
 
     Attributes:
-        dtypes: dtype of each float tensor by name; for a quantized weight, the dtype before quantization.
+        dtypes: dtype of each float tensor by name. For a quantized weight, this is the dtype before quantization.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class Filler:
         self._modules = dict(stored.model.named_modules(remove_duplicate=False))
 
     def owner(self, name: str) -> tuple[Any, str]:
-        """Return the module that has the tensor `name`, and the tensor's name in this module."""
+        """Return the module that contains the tensor `name`, and the name of the tensor in this module."""
         path, _, leaf = name.rpartition(".")
         return self._modules[path], leaf
 
     def fill(self, sources: Mapping[str, Source], shown: bool = True) -> tuple[set[str], dict[str, str]]:
-        """Fill tensors from `sources`, a part of `stored.sources`; other tensors stay unchanged.
+        """Fill tensors from `sources`, a part of `stored.sources`. Other tensors stay unchanged.
 
-        Peak memory is the filled model plus the largest tensor. Stacked experts are read one by one if they are
-        quantized. A tensor that needs no conversion stays memory-mapped. For weights on a GPU, a thread reads ahead into
-        two additional buffers in pinned memory.
+        Peak memory is the size of the filled model plus the largest tensor. Stacked experts are read one by one if they
+        are quantized. A tensor that needs no conversion stays memory-mapped. For weights on a GPU, a thread reads ahead
+        into two additional buffers in pinned memory.
 
         Returns:
             The names of the filled tensors, and name -> problem for each parameter that is not finite.
@@ -109,7 +109,7 @@ class Filler:
         return torch.device(self.device(source.target)).type in ("cuda", "xpu")
 
     def _staged(self, sources: Sequence[Source], files: MappedFiles) -> Reading:
-        """Yield (source, buffer with all its tensors), or (source, mapped files) if there is no such buffer."""
+        """Yield (source, buffer with all its tensors), or (source, mapped files) if no buffer contains them."""
         # On the CPU, a weight in its saved format is used without a copy. A reused buffer would overwrite it.
         kept = {id(source) for source in sources if self._keeps_format(source) and not self._on_gpu(source)}
         work = [(source, () if id(source) in kept else source.headers) for source in sources]
@@ -223,7 +223,7 @@ def _quantized(
 def dtypes_of(
     model: nn.Module, policy: PrecisionPolicy, quantized: Collection[str], pinned: Sequence[str]
 ) -> dict[str, torch.dtype]:
-    """Return `Filler.dtypes` of a model under a policy; tensors that match a `pinned` pattern stay in float32."""
+    """Return `Filler.dtypes` of a model under a policy. Tensors that match a `pinned` pattern stay in float32."""
     wanted = dtypes_to_load(model, tuple(places(model)), policy)
     dtypes = {}
     for name, value in model.state_dict(keep_vars=True).items():

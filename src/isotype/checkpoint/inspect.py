@@ -43,15 +43,15 @@ class Mismatched:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors whose names differ only in layer and expert numbers; `name` has `*` for these numbers.
+    """Tensors whose names differ only in layer and expert numbers. In `name`, `*` replaces these numbers.
 
     Attributes:
         dtype: dtype name or quantization format (`nf4`, `Q4_K`) of most tensors.
-        shapes: stored shapes, most frequent first; packed weights have a packed shape.
-        values: number of weights, after unpacking if the format is packed.
+        shapes: stored shapes, with the most frequent first. Packed weights have a packed shape.
+        values: number of weights. For a packed format, this is the number after unpacking.
         bytes: size of the tensors and their quantization constants in the files.
         mismatched: tensors that are stored in another dtype or format than `dtype`.
-        unlike: the checkpoint's most common float dtype, if this group's float dtype is different; else None.
+        unlike: the most common float dtype of the checkpoint, if this group has another float dtype; else None.
     """
 
     name: str
@@ -82,9 +82,8 @@ class Inspection:
         format: `"safetensors"` or `"gguf"`.
         kind: `"model"` or `"adapter"`.
         groups: groups of tensors, sorted by name.
-        totals: sums by dtype or format, most bytes first.
-        quantization: the quantization that config.json names, else the formats of the tensors; "" if all weights are
-            plain floats.
+        totals: sums by dtype or format, with the most bytes first.
+        quantization: the quantization in config.json, or else the formats of the tensors; "" if all weights are plain floats.
         config_dtype: the dtype in config.json, or None.
         notes: contradictions between weights and config.json.
     """
@@ -100,7 +99,7 @@ class Inspection:
 
     @property
     def whole(self) -> Total:
-        """All tensors; a weight and its quantization constants count as one tensor."""
+        """All tensors. A weight and its quantization constants count as one tensor."""
         tensors, values = sum(t.tensors for t in self.totals), sum(t.values for t in self.totals)
         return Total("all", tensors, values, sum(t.bytes for t in self.totals))
 
@@ -138,7 +137,7 @@ def inspect_checkpoint(path: str | Path, *, revision: str | None = None) -> Insp
 
 
 def hub_headers(model_id: str, revision: str | None) -> CheckpointHeaders:
-    """Return the headers of a model on the hub, from its local cache or else by range requests."""
+    """Return the headers of a model on the hub. They are read from the local cache, or else by range requests."""
     if (snapshot := local_snapshot(model_id, revision)) is not None:
         return read_headers(snapshot)
     remote = remote_headers(model_id, revision)
@@ -230,19 +229,19 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The plan for loading a model's tensors; `match` names tensors that are missing or surplus in the checkpoint."""
+    """The plan for loading the tensors of a model. `match` names tensors that the checkpoint lacks, and surplus tensors."""
 
     tensors: tuple[PlannedTensor, ...]
     match: Match = field(repr=False)
 
 
 def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPolicy) -> LoadPlan:
-    """Plan how a dense model gets its tensors from a checkpoint; raise CheckpointError for unknown quantization."""
+    """Plan how a dense model gets its tensors from a checkpoint. Raise CheckpointError for an unknown quantization."""
     quantization = quantization_of(getattr(model, "config", None))
     if quantization is not None and unknown_quantization(quantization):
         what = f"{headers.path}, quantized by {quantization.method}"
         expected = f"weights in float dtypes, or quantized by {alternatives(METHODS)}"
-        fix = "load it with transformers, or take the checkpoint before it was quantized"
+        fix = "load it with transformers, or use the checkpoint before it was quantized"
         raise CheckpointError.of("no plan for this quantization", what, expected, fix)
     packed = quantization.format if quantization is not None else "packed"
     matched = match(model, headers)
@@ -270,7 +269,7 @@ def load_plan(model: nn.Module, headers: CheckpointHeaders, policy: PrecisionPol
 
 
 def _storage(model: nn.Module, policy: PrecisionPolicy) -> dict[str, str]:
-    """Return the dtype name or format in which the policy stores each float tensor of a dense model, by name."""
+    """Return, by name, the dtype name or format in which the policy stores each float tensor of a dense model."""
     quantized = quantized_weights(model, policy) if policy.quantized else ()
     stacks = formats_of_stacks(model, policy, left_dense(model, policy.unquantized))
     dtypes = dtypes_of(model, policy, quantized, policy.pinned)
@@ -295,10 +294,12 @@ def _conversion(name: str, source: Source, stored: str, storage: str) -> tuple[s
 
 @dataclass(frozen=True)
 class PlanGroup:
-    """Tensors that share a name (with `*` for layer and expert numbers) and are stored and converted in the same way.
+    """Tensors that have the same name (with `*` for layer and expert numbers) and are stored and converted in the
+    same way.
 
     All these tensors have the same `stored`, `storage` and `pinned` (see `PlannedTensor`). `how`: their conversion.
-    `shapes`: shapes in the model, most frequent first; `sources`: number of source tensors; `bytes`: their size.
+    `shapes`: shapes in the model, with the most frequent first. `sources`: number of source tensors. `bytes`: their
+    size.
     """
 
     name: str
@@ -314,7 +315,7 @@ class PlanGroup:
 
 @dataclass(frozen=True)
 class PlanInspection:
-    """The plan for loading a checkpoint into a model of the class `model`; `groups` are in the model's order."""
+    """The plan for loading a checkpoint into a model of the class `model`. The order of `groups` is the order of the model."""
 
     path: str
     model: str
@@ -325,12 +326,12 @@ class PlanInspection:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the source tensors in the files; a tensor that two parameters of the model share counts once."""
+        """Bytes of the source tensors in the files. A tensor that two parameters of the model share counts once."""
         return sum({(s.file, s.name): s.bytes for t in self.plan.tensors for s in t.sources}.values())
 
 
 def inspect_plan(path: str | Path, *, revision: str | None = None, **request: Any) -> PlanInspection:
-    """Plan how a checkpoint is loaded; only its headers and config are read.
+    """Plan how a checkpoint is loaded. Only its headers and its config are read.
 
     Args:
         path: a directory, a .gguf file, `embedded:NAME` or a hub id.
@@ -338,7 +339,7 @@ def inspect_plan(path: str | Path, *, revision: str | None = None, **request: An
         **request: other arguments of `isotype.resolve_precision`.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, is damaged or is incomplete; the error names every problem.
+        CheckpointError: the checkpoint does not exist, is damaged or is incomplete. The error names every problem.
         PrecisionError: the device or the library versions cannot run the requested policy.
     """
     checkpoint = open_checkpoint(path, revision)

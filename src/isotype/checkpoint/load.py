@@ -1,4 +1,4 @@
-"""Loads a checkpoint, and stores each weight in the dtype or format that the policy gives.
+"""Loads a checkpoint, and stores each weight in the dtype or format that the policy determines.
 
 transformers' `from_pretrained` builds the model, and isotype streams the weights from the files.
 """
@@ -72,9 +72,10 @@ def load(
     deferred: DeferredBlocks | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a model (no adapter), with the arguments and errors of `isotype.load`. `path` may be an open checkpoint.
+    """Load a model (not an adapter), with the arguments and errors of `isotype.load`. `path` may be an open
+    checkpoint.
 
-    If `deferred` is not None, `deferred` gets the sources of the blocks' weights and reads these weights later.
+    If `deferred` is not None, it gets the sources of the blocks' weights, and reads these weights later.
     """
     checkpoint = open_checkpoint(path, kwargs.pop("revision", None))
     source, facts = checkpoint.source, checkpoint.facts
@@ -122,7 +123,7 @@ def load(
 
 @dataclass
 class _Reading:
-    """Reads the weights for `from_pretrained`: from the files of `headers`, or from those that transformers finds.
+    """Reads the weights for `from_pretrained` from the files of `headers`, or from the files that transformers finds.
 
     Attributes:
         broken: name of a parameter that is not finite -> problem.
@@ -153,7 +154,7 @@ class _Reading:
 
 
 def _quantized(source: str, files: Sequence[str] | None) -> bool:
-    """Return True if a weight is stored in a quantized format that isotype, not transformers, dequantizes."""
+    """Return True if a weight is stored in a quantized format that isotype dequantizes, and not transformers."""
     readable = [file for file in files or () if str(file).endswith((".safetensors", ".bin"))]
     headers = headers_of_files(source, readable) if readable else None
     stored = stored_tensors(headers.tensors, headers.quantization) if headers else ()
@@ -197,7 +198,8 @@ def stream(
     policy: PrecisionPolicy,
     deferred: DeferredBlocks | None = None,
 ) -> tuple[Any, dict[str, str]]:
-    """Fill a model from a checkpoint's files; the model is on the meta device and has bitsandbytes' quantized layers.
+    """Fill a model from the files of a checkpoint. The model is on the meta device, and has bitsandbytes' quantized
+    layers.
 
     Returns transformers' `LoadStateDictInfo`, and name -> problem for each parameter that is not finite. Raises
     CheckpointError if a file is damaged, or tensors are missing, duplicate or of another shape than the model's.
@@ -267,7 +269,8 @@ def _loading_info(missing: set[str], matched: Match) -> Any:
 
 
 class StateDictAdapter(Protocol):
-    """Converts a checkpoint's tensors into a module's tensors, and back: `to_hf(from_hf(state))` equals `state`.
+    """Converts the tensors of a checkpoint into the tensors of a module, and back: `to_hf(from_hf(state))` equals
+    `state`.
 
     The conversion may rename, split, join, stack and transpose tensors.
     """
@@ -290,13 +293,14 @@ def load_module(
 ) -> None:
     """Fill `model` from the checkpoint at `path` in place, and enforce the policy.
 
-    If the policy is quantized, linear layers are replaced by bitsandbytes layers.
+    If the policy is quantized, bitsandbytes layers replace linear layers.
 
     Args:
-        model: any module. Parameters, and buffers that the checkpoint contains, may be on the meta device.
+        model: any module. Parameters may be on the meta device, and so may buffers that the checkpoint contains.
         path: checkpoint directory or .safetensors file.
         policy: from `isotype.resolve_precision`.
-        adapter: conversion of the tensors, needed if the module's names or shapes differ from the checkpoint's.
+        adapter: conversion of the tensors. It is needed if the names or shapes of the module differ from those of the
+            checkpoint.
 
     Raises:
         CheckpointError: a tensor is missing, duplicate, not finite or wrongly shaped, or a buffer on the meta device is in

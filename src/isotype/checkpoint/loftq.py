@@ -1,11 +1,11 @@
 """Initialises adapters from the quantization error of their layers (LoftQ, https://arxiv.org/abs/2310.08659).
 
-LoftQ repeats two steps: quantize W - BA to Q, and compute B and A from W - Q. isotype does the second step once and
-leaves the quantized base unchanged. The quantization error is D = W - Q(W), and the adapter's product s B A (with s =
-alpha / r) becomes the matrix of rank r that is nearest to D. PEFT's `replace_lora_weights_loftq` (0.21) ignores s: it
-sets B A to the nearest matrix.
+LoftQ repeats two steps: quantize W - BA to Q, and compute B and A from W - Q. isotype does the second step once, and
+does not change the quantized base. The quantization error is D = W - Q(W). The adapter's product s B A (with s =
+alpha / r) becomes the matrix of rank r that is nearest to D. PEFT's `replace_lora_weights_loftq` (0.21) ignores s,
+and sets B A to the nearest matrix.
 
-If the input channels have the second moments m, the squared output error is Σ m d², where d are the entries of D
+If the input channels have the second moments m, the squared output error is Σ m d². Here, d are the entries of D
 (`isotype.model.fitted`). The matrix of rank r with the smallest error is U Uᵀ D, where the columns of U are the first r
 left singular vectors of D diag(√m).
 """
@@ -27,21 +27,21 @@ from isotype.model.walk import is_tuner_layer, kind_of, places
 
 _ADAPTER = "default"
 _TURNS = 4
-"""Number of power iterations for the singular vectors; fewer would leave errors of some percent in the last vectors."""
+"""Number of power iterations for the singular vectors. With fewer iterations, the last vectors have errors of some percent."""
 
 
 @torch.no_grad()
 def begin_from_error(model: Any, checkpoint: Checkpoint, moments: Mapping[str, torch.Tensor]) -> int:
-    """Initialise the adapters of 4-bit layers from the quantization error; return the number of these layers.
+    """Initialise the adapters of 4-bit layers from the quantization error, and return the number of these layers.
 
     Adapters of int8 layers are not changed, because int8 errors are a hundredth of 4-bit errors. `moments`: layer name
-    in the base model -> relative second moments `[in]` of its input channels. Raises PrecisionError if the checkpoint
-    is already quantized.
+    in the base model -> relative second moments `[in]` of the layer's input channels. Raises PrecisionError if the
+    checkpoint is already quantized.
     """
     if saved := checkpoint.facts.saved_format:
         what = f"{checkpoint.name}, saved in {saved}"
         expected = "a checkpoint in a float dtype, which isotype quantizes on loading"
-        fix = "leave --init_lora_weights out, or give the model before it was quantized"
+        fix = "omit --init_lora_weights, or use the model before it was quantized"
         raise PrecisionError.of("adapters cannot begin from the quantization error", what, expected, fix)
     checkpoint = checkpoint.downloaded()
     stored = StoredWeights(blank_model(checkpoint.model_config), checkpoint.require_headers())

@@ -36,19 +36,19 @@ def measure_ranges(
     """Run a forward and a backward, and record the largest magnitude in every tensor of the step.
 
     The step computes the mean loss in float32 from the stored weights, in evaluation mode, without autocast and without the
-    casts of a `PrecisionPolicy`. Only one block at a time is converted to float32; blocks are recomputed in the backward.
-    A model in memory, its gradients, hooks, modes and random states stay unchanged. The measurement of a checkpoint is
-    cached if `batch` is None and `tokens` is at least the default.
+    casts of a `PrecisionPolicy`. Only one block at a time is converted to float32. Blocks are recomputed in the backward.
+    The measurement does not change a model in memory, its gradients, hooks, modes and random states. The measurement of a
+    checkpoint is cached if `batch` is None and `tokens` is at least the default.
 
     Args:
         model: a module (with or without PEFT adapters and quantized layers), or a checkpoint: a directory, a GGUF file,
             `embedded:NAME`, a hub id, or an open `Checkpoint`.
-        batch: inputs and labels of the model, as a dict of tensors or a list of such dicts; by default, short texts
+        batch: inputs and labels of the model, as a dict of tensors or a list of such dicts. The default is a few short texts
             that isotype contains.
         tokens: number of tokens of the default texts.
-        device: default: the model's device, or the CPU for a checkpoint.
-        dtype: compute dtype; default: float32, or bfloat16 if float32 does not fit into free memory.
-        progress: show a bar on a terminal if the measurement takes longer than three seconds.
+        device: the device to run on. The default is the model's device, or the CPU for a checkpoint.
+        dtype: compute dtype. The default is float32, or bfloat16 if float32 does not fit into free memory.
+        progress: True to show a bar on a terminal if the measurement takes longer than three seconds.
         revision: branch, tag or commit of a hub id.
 
     Returns:
@@ -66,7 +66,7 @@ def measure_ranges(
 def measured_and_kept(
     measure: Callable[..., Measurement], source: Checkpoint | nn.Module, batch: Any, tokens: int, **rest: Any
 ) -> Measurement:
-    """Call `measure`. For a checkpoint and at least `TOKENS` tokens of isotype's texts, cache the result."""
+    """Call `measure`. Measure ranges. For a checkpoint and at least `TOKENS` tokens of isotype's texts, cache the result."""
     if isinstance(source, nn.Module):
         return measure(*to_measure(source, batch, tokens), **rest)
     source = source.downloaded()
@@ -76,7 +76,7 @@ def measured_and_kept(
 
 
 def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple[Measured, Batches]:
-    """Return the model to measure and the batches (isotype's texts if `batch` is None); a checkpoint must be local."""
+    """Return the model to measure and the batches (isotype's texts if `batch` is None). A checkpoint must be local."""
     measured = Measured.of(source) if isinstance(source, nn.Module) else of_checkpoint(source)
     if batch is not None:
         return measured, Batches.of(batch).require_positions(measured.model)
@@ -86,7 +86,7 @@ def to_measure(source: Checkpoint | nn.Module, batch: Any, tokens: int) -> tuple
 
 
 def _tokenizer_of_module(model: nn.Module) -> Any:
-    """Return the tokenizer of the checkpoint that a model in memory was loaded from, or None if it is not available."""
+    """Return the tokenizer of the checkpoint from which a model in memory was loaded; None if it is not available."""
     name = str(getattr(without_peft(model), "name_or_path", "") or "")
     try:
         files = (local_path(name) or local_snapshot(name)) if name else None
@@ -96,7 +96,7 @@ def _tokenizer_of_module(model: nn.Module) -> Any:
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Measured:
-    """Return a checkpoint's model for a measurement; its weights stay on disk if they can be read block by block."""
+    """Return the model of a checkpoint for a measurement. Its weights stay on disk if they can be read block by block."""
     if saved := checkpoint.facts.saved_format:
         return _loaded(checkpoint, f"its weights are stored in {saved}")
     model = blank_model(checkpoint.model_config)

@@ -1,4 +1,4 @@
-"""`resolve_precision` gathers facts about checkpoint, device and library versions, then decides the policy."""
+"""`resolve_precision` gathers facts about checkpoint, device and library versions, and then decides the policy."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,18 +50,18 @@ def resolve_precision(
 
     Args:
         model: an `nn.Module`, a transformers config, a checkpoint directory, a GGUF file or a hub id.
-        dtype: compute dtype (`"bfloat16"`, `"bf16"`, `torch.bfloat16`, …) or `"auto"`. `"auto"` takes the dtype that
-            the checkpoint was trained in if the device supports it natively, else the device's best dtype.
-        quantization: `"nf4"`, `"fp4"`, `"int8"`, or None for weights in the compute dtype. `"mixed"` stores each linear
-            layer in nf4, int8 or 16 bits, depending on how much this changes the model's output.
-        device: a device profile's name (`"t4"`, `"h100"`, …), a real device (`"cpu"`, `"cuda"`), or `"auto"` for the
-            best device of this machine.
+        dtype: compute dtype (`"bfloat16"`, `"bf16"`, `torch.bfloat16`, …) or `"auto"`. `"auto"` is the dtype in which the
+            checkpoint was trained if the device supports it natively, else the best dtype of the device.
+        quantization: `"nf4"`, `"fp4"`, `"int8"`, or None for weights in the compute dtype. `"mixed"` stores each linear layer
+            in nf4, int8 or 16 bits, depending on how much this changes the output of the model.
+        device: a device profile's name (`"t4"`, `"h100"`, …), a real device (`"cpu"`, `"cuda"`), or `"auto"` for the best
+            device of this machine.
         trainable: `"lora"` for adapters on a frozen base, `"full"` for every weight.
-        revision: branch, tag or commit of a hub id; ignored if `model` is no hub id.
-        ranges: result of `isotype.measure_ranges`. For float16, these ranges decide the residual stream's dtype, the
-            modules that compute in another dtype, and the first loss scale. The default is a cached measurement of the
-            same checkpoint. Without it, published facts about the model's family are used, or its training dtype.
-        damages: result of `isotype.measure_quality`, for `"mixed"`; default: a cached measurement of the same checkpoint.
+        revision: branch, tag or commit of a hub id; ignored if `model` is not a hub id.
+        ranges: result of `isotype.measure_ranges`. For float16, the ranges decide the dtype of the residual stream, the modules
+            that compute in another dtype, and the first loss scale. The default is a cached measurement of the same checkpoint.
+            Without a cached measurement, published facts about the model's family are used, or the dtype of its training.
+        damages: result of `isotype.measure_quality`, for `"mixed"`. The default is a cached measurement of the same checkpoint.
         **storage: keyword arguments:
 
             - `master`: dtype of trainable parameters; default float32.
@@ -77,7 +77,7 @@ def resolve_precision(
         The policy: the dtype of each role with its reason, and warnings about costs.
 
     Raises:
-        PrecisionError: arguments conflict. The error gives a fix for each conflict, and the nearest policy that works.
+        PrecisionError: arguments conflict. The error has a fix for each conflict, and the nearest policy that works.
         CheckpointError: `model` is the name of a checkpoint that does not exist.
     """
     request = PrecisionRequest(dtype, quantization, trainable, **storage)
@@ -101,11 +101,11 @@ def resolve_request(
     """Return (policy for a `PrecisionRequest`, value ranges that decided the policy or None).
 
     Args:
-        device, ranges, damages: as in `resolve_precision`. The errors are the same, too.
+        device, ranges, damages: as in `resolve_precision`. This function also raises the errors of `resolve_precision`.
         checkpoint: checkpoint whose cached measurements are used; None for a model in memory or a config.
-        measure: function that measures the checkpoint's ranges, which float16 needs, if the weights are local and no
-            ranges are cached.
-        measure_damages: function that measures the checkpoint's damages, which mixed storage needs.
+        measure: function that measures the ranges of the checkpoint. float16 needs it if the weights are local and no ranges
+            are cached.
+        measure_damages: function that measures the damages of the checkpoint. Mixed storage needs it.
     """
     profile = device_profile(device)
     obstacles = _obstacles(facts, profile, request.quantization)
@@ -117,7 +117,7 @@ def resolve_request(
         if damages is None or facts.parameters is None:
             headline = "quantization damages of this model were not measured"
             expected = "measured damages of its layers"
-            fix = f"run isotype quality {facts.source} on a machine that has the weights, or give --quantization nf4"
+            fix = f"run isotype quality {facts.source} on a machine that has the weights, or set --quantization nf4"
             raise PrecisionError.of(headline, f"quantization mixed for {facts.source}", expected, fix)
         request, reason = mix(damages, plain, facts.parameters, request)
     policy = decide(facts, profile, request, obstacles, ranges)
@@ -134,7 +134,7 @@ def with_storage_reason(policy: PrecisionPolicy, reason: str) -> PrecisionPolicy
 def _cached_or_measured(
     kind: type[Measurement], checkpoint: Checkpoint, measure: Callable[[], Measurement] | None
 ) -> Measurement | None:
-    """Return a checkpoint's cached measurement, else the result of `measure`; return None without local weights."""
+    """Return the cached measurement of a checkpoint, or else the result of `measure`; None without local weights."""
     if checkpoint.fingerprint is None:
         return None
     cached = read_measurement(kind, checkpoint.fingerprint)
@@ -142,7 +142,7 @@ def _cached_or_measured(
 
 
 def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | None) -> list[Problem]:
-    """If the device is in this machine, return a problem for each library version that makes the run impossible."""
+    """If the device is in this machine, return a problem for each library version that makes the training impossible."""
     if not profile.present:
         return []
     problems = version_problems()
@@ -155,7 +155,7 @@ def _obstacles(facts: ModelFacts, profile: DeviceProfile, quantization: str | No
 
 
 def read_measurement(kind: type[Measurement], key: str) -> Measurement | None:
-    """Return the cached `Ranges` or `Damages` for a checkpoint's fingerprint; None if none can be read."""
+    """Return the cached `Ranges` or `Damages` for the fingerprint of a checkpoint; None if no file can be read."""
     path = _path(kind, key)
     if not path.is_file():
         return None
@@ -167,7 +167,7 @@ def read_measurement(kind: type[Measurement], key: str) -> Measurement | None:
 
 
 def save_measurement(measurement: Ranges | Damages) -> Path:
-    """Cache a measurement under its `key`; raise ValueError for a model in memory, or SaveError if the write fails."""
+    """Cache a measurement under its `key`. Raise ValueError for a model in memory, and SaveError if the write fails."""
     if not measurement.key:
         raise ValueError(f"a model in memory has no cache key, so its {measurement.subject} cannot be cached")
     path = _path(type(measurement), measurement.key)
@@ -181,7 +181,7 @@ def save_measurement(measurement: Ranges | Damages) -> Path:
 
 
 def saved_or_noted(measurement: Measurement) -> Measurement:
-    """Cache a measurement, and return it, with an added note if the cache cannot be written."""
+    """Cache a measurement, and return it. If the cache cannot be written, the returned measurement has a note about this."""
     try:
         save_measurement(measurement)
     except SaveError as error:

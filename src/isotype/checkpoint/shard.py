@@ -1,4 +1,4 @@
-"""Loads a checkpoint on several processes: each process reads and keeps only its rows of every tensor."""
+"""Loads a checkpoint on several processes. Each process reads and keeps only its rows of every tensor."""
 
 import copy
 import math
@@ -45,30 +45,29 @@ def load_sharded(
     revision: str | None = None,
     **settings: Any,
 ) -> Any:
-    """Load the model at `path` under `policy`, sharded by FSDP2 over the processes of `mesh`.
+    """Load the model at `path` under `policy`. FSDP2 shards it over the processes of `mesh`.
 
-    The model is built without weights, then gets its adapters, is sharded, and is filled. Each process reads, quantizes and
-    keeps only its rows of every tensor. Quantized weights are bitwise equal to the weights of `isotype.load`. All processes
-    must call this function.
+    The model is built without weights. Then it gets its adapters, is sharded, and is filled. Each process reads, quantizes
+    and keeps only its rows of every tensor. Quantized weights are bitwise equal to the weights of `isotype.load`. All
+    processes must call this function.
 
     Args:
         path: checkpoint directory, GGUF file, hub id or `embedded:smollm2`; or an open checkpoint.
-        adapt: function that adds adapters to a model on the meta device: `lambda model: isotype.add_lora(model, policy,
-            r=16)`. The adapters' values for a seed do not depend on the number of processes.
-        mesh: a `DeviceMesh` of one dimension; default: all processes.
+        adapt: function that adds adapters to a model on the meta device: `lambda model: isotype.add_lora(model, policy, r=16)`.
+            The values of the adapters for a seed do not depend on the number of processes.
+        mesh: a `DeviceMesh` of one dimension. The default contains all processes.
         reshard: True to free a block's gathered weights after its forward, and to gather them again for its backward.
         revision: branch, tag or commit of a hub id.
-        **settings: `model_class` and `attn_implementation` as in `isotype.load`, and fields of the config to set, such
-            as `num_labels`.
+        **settings: `model_class` and `attn_implementation` as in `isotype.load`, and fields of the config to set, such as
+            `num_labels`.
 
-    Returns:
-        The model, or the result of `adapt`, as an FSDP2 module with two attributes: `precision_policy` is the policy, and
+    Returns: The model, or the result of `adapt`, as an FSDP2 module with two attributes: `precision_policy` is the policy, and
         `bytes_read` is the number of bytes that this process has read.
 
     Raises:
         CheckpointError: `path` is no checkpoint, the checkpoint lacks needed tensors, or values are not finite.
-        PrecisionError: the checkpoint is saved in bitsandbytes' format, whose codes cannot be cut into rows; or `adapt`
-            adds DoRA to int8 layers.
+        PrecisionError: the checkpoint is saved in the format of bitsandbytes, whose codes cannot be divided into rows; or
+            `adapt` adds DoRA to int8 layers.
         UsageError: there is no process group.
     """
     checkpoint = open_checkpoint(path, revision)
@@ -79,8 +78,8 @@ def load_sharded(
     config = copy.deepcopy(checkpoint.model_config)
     if saved := checkpoint.facts.saved_format:
         what = f"{checkpoint.source}, saved in {saved}, over {mesh.size()} processes"
-        expected = "float weights: each process reads only its rows"
-        fix = "give the original checkpoint in a float dtype: each process quantizes its rows while it reads them"
+        expected = "float weights, because each process reads only its rows"
+        fix = "use the original checkpoint in a float dtype; each process quantizes its rows while it reads them"
         raise PrecisionError.of("a quantized checkpoint cannot be sharded", what, expected, fix)
     forget_quantization(config)  # the weights are dequantized while they are read
     with random_states_kept():  # some towers draw random buffers and embeddings when they are built
@@ -125,7 +124,7 @@ class _Rows:
         return self._read(name, *self._own_rows(parameter.shape[0]), parameter.dtype)
 
     def codes_8bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """Return the int8 codes of this process's rows, and store the scales of all rows in the layer."""
+        """Return the int8 codes of the rows of this process, and store the scales of all rows in the layer."""
         rows = parameter.shape[0]
         start, stop = self._own_rows(rows)
         scales = torch.zeros(rows, dtype=torch.float32, device=self.device)
@@ -134,7 +133,7 @@ class _Rows:
         return codes
 
     def codes_4bit(self, name: str, parameter: Any, layer: Any) -> torch.Tensor:
-        """Return this process's codes `[count, 1]` in the storage dtype, and store all processes' constants in the layer."""
+        """Return the codes `[count, 1]` of this process in the storage dtype, and store the constants of all processes in the layer."""
         state = quantization_state(layer)
         width, size = state.shape[1], state.blocksize
         packed = 2 * parameter.dtype.itemsize  # weights in one element of the storage dtype
@@ -160,7 +159,7 @@ class _Rows:
         return codes.contiguous().view(-1).view(parameter.dtype).view(-1, 1)
 
     def stack(self, name: str, holder: Any, blank: QuantizedStack) -> torch.Tensor:
-        """Return the codes of this process's experts, and store the constants of all experts in `holder`."""
+        """Return the codes of the experts of this process, and store the constants of all experts in `holder`."""
         experts, device, storage = blank.shape[0], self.device, blank.storage
         dtype = blank.dtype
         start, stop = self._own_rows(experts)
@@ -177,7 +176,7 @@ class _Rows:
         return codes
 
     def _own_rows(self, rows: int) -> tuple[int, int]:
-        """Return this process's first row and the row after its last; FSDP2 splits rows like `torch.chunk`."""
+        """Return the first row of this process, and the row after its last. FSDP2 splits rows like `torch.chunk`."""
         size = math.ceil(rows / self.mesh.size())
         start = min(size * self.mesh.get_local_rank(), rows)
         return start, min(start + size, rows)
@@ -234,7 +233,8 @@ def _fill(model: nn.Module, rows: _Rows) -> None:
 def new_magnitudes(model: nn.Module) -> dict[str, list[str]]:
     """Return layer -> adapters whose DoRA magnitudes are NaN, because the adapters are new (see `dora_without_weights`).
 
-    Raise PrecisionError for DoRA on int8 layers: FSDP2 makes `Int8Params` plain tensors, which PEFT does not dequantize.
+    Raise PrecisionError for DoRA on int8 layers, because FSDP2 turns `Int8Params` into plain tensors, which PEFT does
+    not dequantize.
     """
     new: dict[str, list[str]] = {}
     for place in places(model):
@@ -242,9 +242,7 @@ def new_magnitudes(model: nn.Module) -> dict[str, list[str]]:
         for adapter, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
             if kind_of(layer.get_base_layer()) == "linear8bit":
                 what = f"DoRA on {base_name(place.name)}, which is stored in int8"
-                expected = (
-                    "DoRA on layers in 4 or 16 bits: PEFT does not dequantize sharded int8 weights for DoRA"
-                )
+                expected = "DoRA on layers in 4 or 16 bits, because PEFT does not dequantize sharded int8 weights for DoRA"
                 fix = "store these layers in nf4, or train LoRA without DoRA"
                 raise PrecisionError.of("DoRA on sharded int8 weights", what, expected, fix)
             if magnitude.weight.isnan().any():
@@ -254,7 +252,7 @@ def new_magnitudes(model: nn.Module) -> dict[str, list[str]]:
 
 @torch.no_grad()
 def _fill_magnitudes(model: nn.Module, new: Mapping[str, Sequence[str]]) -> None:
-    """Set magnitudes of DoRA to the norms of W + s B A (https://arxiv.org/abs/2402.09353), one gathered block at a time."""
+    """Set the magnitudes of DoRA to the norms of W + s B A (https://arxiv.org/abs/2402.09353), with one gathered block at a time."""
     from torch.distributed.tensor import distribute_tensor
 
     units = {name for name, module in model.named_modules() if is_gathered(module)}

@@ -1,4 +1,4 @@
-"""Reads the weights of a checkpoint one at a time, by the model's names."""
+"""Reads the weights of a checkpoint one at a time, by their names in the model."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -42,7 +42,7 @@ class StoredWeights:
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Name -> shape, for each tensor of the model that the checkpoint has. Read it before the model is quantized."""
+        """Name -> shape, for each tensor of the model that the checkpoint has. Read this attribute before the model is quantized."""
         state = self.model.state_dict(keep_vars=True)
         # The headers of a GGUF file do not determine the shapes after its conversion, so these are taken from the model.
         shapes = {
@@ -66,12 +66,12 @@ class StoredWeights:
         return self.sources[name].tensors[0][0]
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the model's tensor `name`: memory-mapped in its stored dtype, or in float32 if it was quantized."""
+        """Return the tensor `name` of the model: memory-mapped in its stored dtype, or in float32 if it was quantized."""
         # The files are mapped only for this call: pages of a mapped file count as memory in use.
         return self.read_source(self.sources[name], MappedFiles(), torch.float32)[name]
 
     def read_rows(self, name: str, start: int, stop: int, dim: int = 0) -> torch.Tensor:
-        """Return rows `start` to `stop` (columns, if `dim` is 1) of `read(name)`.
+        """Return rows `start` to `stop` of `read(name)`, or columns if `dim` is 1.
 
         The whole tensor is read if its rows cannot be made from a part of the files (see `_part`).
         """
@@ -95,7 +95,7 @@ class StoredWeights:
         return rows[where].clone() if part is source else rows
 
     def read_packed(self, name: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mxfp4 codes and scales of experts `start` to `stop`; raise CheckpointError for another format."""
+        """Return the mxfp4 codes and scales of experts `start` to `stop`. Raise CheckpointError for other formats."""
         tensor = self.stored(name)
         if tensor.form != MXFP4 or tensor.problem is not None:
             fix = "load the model with quantization nf4 or int8, or without quantization"
@@ -109,7 +109,7 @@ class StoredWeights:
     def read_source(self, source: Source, files: Tensors, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Read the tensors of a source, convert them, and return the resulting dense tensors of the model by name.
 
-        `dtype` is for the values of quantized tensors; other tensors keep their stored dtype.
+        `dtype` is the dtype of the values of quantized tensors. Other tensors keep their stored dtype.
         """
         values = {tensor.name: dense(tensor, files.tensor, dtype) for tensor, _ in source.tensors}
         if source.conversion is not FROM_GGUF:
@@ -134,8 +134,8 @@ class StoredWeights:
     def _part(self, source: Source, name: str, shape: torch.Size, rows: range) -> Source | None:
         """Return the part of a source from which some rows of the tensor `name` can be made.
 
-        If each row is an expert with separate tensors, the part has the tensors of these rows. Otherwise, it has these
-        rows of every source tensor. Returns None if neither part yields these rows.
+        If each row is an expert with separate tensors, the part has the tensors of these rows. Otherwise, the part has
+        these rows of every source tensor. Return None if the rows can be made from neither part.
         """
         named = replace(source, shapes={name: (len(rows), *shape[1:])})
         by_pattern = grouped(source.tensors, lambda pair: pair[1]).values()
@@ -188,7 +188,7 @@ def _sliced(source: Source, height: int, rows: range) -> Source | None:
 
 
 def blank_model(config: Any) -> Any:
-    """Return a config's float32 model in evaluation mode, with parameters on the meta device and buffers on the CPU."""
+    """Return the float32 model of a config in evaluation mode, with parameters on the meta device and buffers on the CPU."""
     return skeleton(config, torch.float32, buffers=True).eval()
 
 

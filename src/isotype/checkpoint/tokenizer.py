@@ -33,9 +33,10 @@ _ENTRIES = (
 
 
 def tokenizer_of(source: str | Path, revision: str | None = None, *, required: bool = False) -> Any | None:
-    """Return the tokenizer or processor of a directory or hub id, or None if there is none.
+    """Return the tokenizer or processor of a directory or hub id; None if there is none.
 
-    Raises CheckpointError if files are damaged or need the checkpoint's code, or if a `required` tokenizer is missing.
+    Raises CheckpointError if files are damaged or need the code of the checkpoint, or if a `required` tokenizer is
+    missing.
     """
     import transformers
 
@@ -96,7 +97,7 @@ def _missing_package(message: str) -> Problem | None:
 
 def no_tokenizer(what: str) -> CheckpointError:
     expected = "tokenizer.json and tokenizer_config.json in the directory of the weights"
-    fix = "copy them from the original model of these weights"
+    fix = "copy these files from the original model of these weights"
     return CheckpointError.of("no tokenizer in the checkpoint", what, expected, fix)
 
 
@@ -122,7 +123,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _error_of_auto_tokenizer(source: Path) -> str:
-    """Return the error that `AutoTokenizer` raises for these files, or "". `AutoProcessor` would hide the error."""
+    """Return the error that `AutoTokenizer` raises for these files, or "". `AutoProcessor` would hide this error."""
     from transformers import AutoTokenizer
 
     try:
@@ -160,7 +161,7 @@ def tokenizer_copy(headers: CheckpointHeaders, cache_dir: Path | None = None) ->
         if failure is None:
             raise
         what, expected = f"{target}: {failure[1]}", "a writable directory on a disk with free space"
-        fix = "free some room, or set ISOTYPE_CACHE to another directory"
+        fix = "free some space, or set ISOTYPE_CACHE to another directory"
         raise SaveError.of("the tokenizer of a GGUF file cannot be written", what, expected, fix) from error
 
 
@@ -193,7 +194,7 @@ def _convert(path: Path, metadata: Mapping[str, object], target: Path) -> None:
 
 
 def _restore_omitted(tokenizer: Any, metadata: Mapping[str, object]) -> None:
-    """Restore what transformers omits from a GGUF file's tokenizer: splitting of digits, chat template, maximum length."""
+    """Restore what transformers omits from the tokenizer of a GGUF file: splitting of digits, chat template, maximum length."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     split = metadata.get("tokenizer.ggml.pre")
@@ -202,7 +203,7 @@ def _restore_omitted(tokenizer: Any, metadata: Mapping[str, object]) -> None:
         backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     elif split is not None and split not in _AS_GPT2 and isinstance(backend.pre_tokenizer, ByteLevel):
         warnings.warn(
-            f"transformers has no rule for the pre-tokenizer {split!r} of this GGUF file and splits text as GPT-2 does: "
+            f"transformers has no rule for the pre-tokenizer {split!r} of this GGUF file, and splits text as GPT-2 does: "
             "some texts become other tokens than in training; use the tokenizer of the original model",
             stacklevel=2,
         )

@@ -27,15 +27,15 @@ from isotype.model.walk import places
 Read = Callable[[TensorHeader], torch.Tensor]
 
 _PIECE = 1 << 19
-"""Elements dequantized at a time: few enough for the CPU's caches, and enough for all of torch's threads."""
+"""Number of elements that are dequantized at a time: small enough for the caches of the CPU, and large enough for all threads of torch."""
 _GGUF_PIECE = 1 << 17
-"""Elements dequantized at a time by gguf: with gguf's temporaries they fit into the CPU's caches."""
+"""Number of elements that gguf dequantizes at a time. With the temporaries of gguf, they fit into the caches of the CPU."""
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position of each of eight neighbouring columns in the int32 word into which AutoAWQ packs them."""
+"""Position of each of eight neighboring columns in the int32 word into which AutoAWQ packs them."""
 
 
 def dense(tensor: StoredTensor, read: Read, dtype: torch.dtype) -> torch.Tensor:
-    """Return a stored tensor's values, in `dtype` if it is quantized; raise CheckpointError for unknown quantization."""
+    """Return the values of a stored tensor, in `dtype` if it is quantized. Raise CheckpointError for an unknown quantization."""
     scheme = tensor.scheme
     if not tensor.quantized:
         return read(tensor.weight)
@@ -123,7 +123,7 @@ def _table(dtype: torch.dtype) -> torch.Tensor:
 def _unpacked(
     words: torch.Tensor, bits: int, shape: Sequence[int], order: Sequence[int] = (0,)
 ) -> torch.Tensor:
-    """Unpack codes from int32 words, and subtract half of the codes' range; return int8 of `shape`.
+    """Unpack codes from int32 words, and subtract half of the range of the codes. Return int8 of `shape`.
 
     A code may continue in the next word. `order`: for each column that shares a word, its position in the word. The
     number of columns must be a multiple of `len(order)`.
@@ -193,7 +193,8 @@ def gguf_conversion(model: Any, headers: CheckpointHeaders) -> ConvertGguf | Non
 
 @dataclass(frozen=True)
 class DenseWeight:
-    """A dense weight that replaces a quantized weight: its `name` in the model and the `module` that holds it.
+    """A dense weight that replaces a quantized weight, with its `name` in the model and the `module` that contains
+    it.
 
     `values` dequantizes the quantized weight to a dtype. `layer` is the bitsandbytes layer that `module` replaces, or None
     for stacked experts.
@@ -206,7 +207,7 @@ class DenseWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Current dtype of the parameter, which may change between the model's dequantization and `read`."""
+        """Current dtype of the parameter. It may change between the model's dequantization and `read`."""
         parameter = own_parameters(self.module)[self.name.rpartition(".")[2]]
         assert parameter is not None
         return parameter.dtype
@@ -221,7 +222,7 @@ class DenseWeight:
 def _of_stack(
     module: Any, name: str, codes: torch.Tensor, stack: QuantizedStack, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return dequantized values on the CPU: those of the module's stack, or of `codes` if the module has no stack now."""
+    """Return dequantized values on the CPU. They come from the module's stack, or from `codes` if the module has no stack now."""
     if quantized_stack(module, name) is not None:
         computes_in = stack.dtype
         codes, stack = take_stack(module, name)
@@ -237,9 +238,10 @@ def dequantize(
 
     Args:
         model: a transformers model, changed in place if it is quantized.
-        dtype: dtype of the dense weights. 4-bit layers are first dequantized to the dtype of their quantization state,
-            int8 layers to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
-        later: function of a dense weight; True leaves the weight on the meta device, for the caller to read later.
+        dtype: dtype of the dense weights. 4-bit layers are first dequantized to the dtype of their quantization state. int8
+            layers are first dequantized to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
+        later: function of a dense weight. If it returns True, the weight stays on the meta device, and the caller reads it
+    later.
     """
     quantized = [weight for weight in stacked_weights(model) if quantized_stack(*weight[1:]) is not None]
     for path, module, name in quantized:
@@ -266,13 +268,13 @@ def dequantize(
 
 
 def held_weight(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the dense weight on the CPU, in the layout of the layer's class: `[in, out]` for Conv1D, else `[out, in]`."""
+    """Return the dense weight on the CPU in the layout of the layer's class: `[in, out]` for Conv1D, else `[out, in]`."""
     weight = dense_weight(layer).to("cpu", dtype)
     return weight.T.contiguous() if replaces_conv1d(layer) else weight
 
 
 def _forget_bnb(model: Any) -> None:
-    """Move a dequantized model to the CPU, and remove transformers' record that bitsandbytes quantized the model."""
+    """Move a dequantized model to the CPU, and remove transformers' record that bitsandbytes quantized it."""
     from transformers.integrations import bitsandbytes as integration
 
     if getattr(model, "hf_quantizer", None) is None:

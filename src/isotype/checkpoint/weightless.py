@@ -1,7 +1,8 @@
 """Builds the model that `isotype.load` returns, with every tensor on the meta device.
 
-transformers chooses the model's classes and the layers to quantize. bitsandbytes' operators compute the shapes of
-packed weights and quantization states. So names, shapes and dtypes are those that the installed versions produce.
+transformers chooses the model's classes and the layers to quantize. The operators of bitsandbytes compute the shapes
+of packed weights and quantization states. Therefore names, shapes and dtypes are the same as with the installed
+versions.
 """
 
 import copy
@@ -41,7 +42,7 @@ def skeleton(
     Raises CheckpointError if transformers has no class for the config, or the class cannot be built from the config.
 
     Args:
-        model_class: a transformers model class or auto class; default: the class that the config names.
+        model_class: a transformers model class or auto class. The default is the class that the config names.
         buffers: True to compute the buffers on the CPU, because most checkpoints do not contain them.
         **settings: fields to set in a copy of the config, such as `num_labels`.
     """
@@ -71,7 +72,7 @@ def skeleton(
 
 
 def store(model: Any, policy: PrecisionPolicy) -> Any:
-    """Convert a model from `skeleton` to the policy's storage, in place, and enforce the policy.
+    """Convert a model from `skeleton` to the storage of the policy, in place, and enforce the policy.
 
     4-bit weights become `[packed bytes, 1]` with a quantization state. int8 weights become `[out, in]` with row scales.
     Stacked experts become codes (see `isotype.model.experts.stack`).
@@ -119,8 +120,8 @@ def _quantize(model: Any, policy: PrecisionPolicy, saved: Any) -> None:
 def quantized_weights(model: Any, policy: PrecisionPolicy | None = None) -> frozenset[str]:
     """Return the names of the weights that transformers quantizes with bitsandbytes when it loads a dense model.
 
-    For a module that is not from transformers, these are all linear layers' weights. The result has no weights that
-    `policy` stores dense.
+    For a module that is not from transformers, these are the weights of all linear layers. Weights that `policy`
+    stores dense are not in the result.
     """
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module

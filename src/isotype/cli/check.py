@@ -63,7 +63,7 @@ def _prints_text(options: Options) -> bool:
 
 
 def _next(options: Options, command: Command | None, report: Report) -> dict[str, tuple[str, ...]]:
-    """Return {description: command} for the next step after this check, a plan or the training; {} if neither can run."""
+    """Return {description: command} for the next command after this check: a plan or the training. Return {} if neither can run."""
     if command is None or (options.bare and report.trace.setup.profile.memory_bytes is None):
         return {}  # a plan for a device of unknown memory needs `--max-memory`
     if options.bare:
@@ -81,7 +81,7 @@ def _next(options: Options, command: Command | None, report: Report) -> dict[str
 
 
 def exit_status(report: Report, fail_on: str) -> int:
-    """Return 1 for a finding of at least the severity `fail_on`, a step that does not fit, or an incomplete trace."""
+    """Return 1 if a finding has at least the severity `fail_on`, the step does not fit, or the trace is incomplete; else 0."""
     failing = report.errors or not report.complete or report.fits is False
     return 1 if failing or (fail_on == "warning" and report.warnings) else 0
 

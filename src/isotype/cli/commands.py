@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from isotype.rules import Rule
 
 _OF_THE_PLAN = ("dtype", "quantization", "base_memory", "device")
-"""Arguments that `isotype inspect` takes only with `--plan`."""
+"""Arguments that `isotype inspect` accepts only with `--plan`."""
 
 
 def options_of(command: str, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of a command. Raise UsageError or PrecisionError for a value that is always wrong."""
+    """Parse the arguments of a command. Raise UsageError or PrecisionError for a value that is always invalid."""
     parser = Parser.of(command)
     options: argparse.Namespace = parser.parse_args(list(argv))
     if getattr(options, "dtype", "auto") != "auto":
@@ -64,11 +64,11 @@ def _check_inspection(options: argparse.Namespace, parser: Parser) -> None:
 
         if options.program[0] not in CONSUMERS or len(options.program) > 2:
             what = f"--for {' '.join(options.program)}"
-            expected = f"a program ({', '.join(CONSUMERS)}), then at most one MODEL"
+            expected = f"a program ({', '.join(CONSUMERS)}), and then at most one MODEL"
             raise UsageError.of("invalid arguments", what, expected, "--for vllm MODEL")
     elif not options.plan:
         if flags := [f"--{n}" for n in _OF_THE_PLAN if getattr(options, n) != parser.get_default(n)]:
-            expected = "--plan, because only a plan uses these arguments"
+            expected = "--plan, because only --plan uses these arguments"
             swap = (("inspect",), ("inspect", "--plan"))
             problem = Problem(" ".join(flags), expected, "add --plan", swap)
             raise UsageError("arguments that need --plan", [problem])

@@ -37,14 +37,14 @@ COMMANDS = ("plan", "check", "run", "inspect", "quality", "explain", "doctor", "
 
 CRASHED = 1
 _LASTING = [[name] for name in (*METHODS, "demo", "merge")]
-"""Commands that write files. These commands continue if standard output is closed."""
+"""Commands that write files. These commands continue to run if standard output is closed."""
 
 _OF_TRL = ("bco", "cpo", "gkd", "nash_md", "online_dpo", "orpo", "ppo", "prm", "simpo", "xpo")
-"""Methods of TRL without a command in isotype. No similar command is suggested for these methods."""
+"""TRL's training methods that isotype has no command for. isotype suggests no similar command for these methods."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Return 0 after success, 1 after a failure, 2 for bad input, 128 + N after signal N."""
+    """Run one command. Return 0 after success, 1 after a failure, 2 for invalid input, and 128 + N after signal N."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # All arguments after `run`, even --debug, belong to the user's script.
     arguments, debug = (arguments, False) if arguments[:1] == ["run"] else take_debug_flag(arguments)
@@ -92,8 +92,8 @@ def _report(error: Exception, arguments: list[str]) -> int:
     if isinstance(error, OSError) and lost_output():
         text = lost_output()[0]
     elif isinstance(error, OSError) and error.filename is not None and command != "run":
-        what, expected = f"{error.filename}: {error.strerror}", "a file or folder that can be used"
-        fix = "name another file, or correct this file"
+        what, expected = f"{error.filename}: {error.strerror}", "a file or folder that isotype can use"
+        fix = "pass another file, or correct this file"
         known = UsageError.of("a file cannot be used", what, expected, fix)
     elif isinstance(error, ModuleNotFoundError) and command != "run":
         known = missing_libraries(command, error)
@@ -101,7 +101,7 @@ def _report(error: Exception, arguments: list[str]) -> int:
         from isotype.precision.versions import version_problems
 
         unfit = version_problems()  # a library refuses the version of another library
-        known = UsageError("installed libraries do not fit together", unfit) if unfit else None
+        known = UsageError("installed libraries are incompatible with each other", unfit) if unfit else None
     if known is None:
         print_error(console_of_failure(), text)
         return CRASHED
@@ -166,7 +166,7 @@ def _parsed(line: list[str]) -> None:
 
 
 def take_debug_flag(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return (arguments without isotype's `--debug`, True if it was removed). transformers' `--debug VALUE` is kept."""
+    """Return the arguments without isotype's `--debug`, and True if it was removed. transformers' `--debug VALUE` is kept."""
     rest, debug = [], False
     for position, token in enumerate(arguments):
         following = arguments[position + 1] if position + 1 < len(arguments) else "--"

@@ -19,7 +19,7 @@ from isotype.report.text import wrapped
 
 
 def console_of_failure() -> Console:
-    """Return a console on standard error for fatal errors. The console prints only in the first process that fails."""
+    """Return a console on standard error for fatal errors. If several processes fail, only the console of the first one prints."""
     return TerminalConsole(stderr=True, quiet=not first_to_fail())
 
 
@@ -49,7 +49,7 @@ def quiet_libraries() -> None:
 
 
 def show_warnings_of_libraries() -> None:
-    """With PYTHONWARNINGS=error, print warnings. Python would otherwise raise the warnings of libraries as errors."""
+    """With PYTHONWARNINGS=error, print warnings. Show warnings of libraries, because Python would otherwise raise them as errors."""
     if any(option.split(":")[0].startswith("e") for option in sys.warnoptions):
         warnings.simplefilter("default")
 
@@ -58,7 +58,7 @@ _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT
 
 
 def check_surroundings() -> None:
-    """Raise UsageError if the working directory is gone or a launcher's variables are invalid."""
+    """Raise UsageError if the working directory no longer exists, or a launcher's environment variables are invalid."""
     if problems := list(_problems()):
         raise UsageError("isotype cannot run in this environment", problems)
 
@@ -87,10 +87,11 @@ def _problems() -> Iterator[Problem]:
 
 @cache
 def first_to_fail() -> bool:
-    """Return True on the first rank that reports a failure, or without torchrun. The other ranks print no message.
+    """Return True in the first process that reports a failure, and in a process without torchrun. The other processes
+    print no message.
 
-    Failing ranks increment a counter in torchrun's `TCPStore`, which outlives them. The result is cached: a second call on
-    the first rank that failed must not return False.
+    Each failing process increments a counter in torchrun's `TCPStore`. The store lives longer than the processes. The
+    result is cached, because a second call in the first failing process must also return True.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

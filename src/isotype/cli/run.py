@@ -1,7 +1,7 @@
-"""`isotype run`: runs a script unchanged and watches its first training steps.
+"""`isotype run`: runs a script unchanged, and records its first training steps.
 
-The script runs in this process as with `python SCRIPT`. torch is not imported before the script, so that the script can
-set threads and visible devices. Only the script writes to standard output.
+The script runs in this process, as with `python SCRIPT`. isotype imports torch only after the script has started, so
+that the script can set threads and visible devices. Only the script writes to standard output.
 """
 
 import builtins
@@ -55,7 +55,7 @@ def run(argv: Sequence[str], console: Console) -> int:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Parse isotype's options before SCRIPT or `-m MODULE`. All later arguments are the script's."""
+    """Parse isotype's options before SCRIPT or `-m MODULE`. All arguments after SCRIPT or MODULE belong to the script."""
     flags, rest = _split(list(argv))
     options = Parser.of("run").parse_args(flags)
     target = options.module or (_script_path(rest.pop(0)) if rest else None)
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> Options:
     elif options.module is None and not Path(target).exists():
         problems.append(Problem(target, "a script that exists", "check the path"))
     if options.steps < 1:
-        fix = "leave --steps out to watch one step"
+        fix = "omit --steps to watch one step"
         problems.append(Problem(f"--steps {options.steps}", "1 or more", fix))
     if not options.preflight_seconds >= 0:
         what = f"--preflight-seconds {options.preflight_seconds:g}"
@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _script_path(target: str) -> str:
-    """Return the path of an installed Python command such as `torchrun`. Return any other target unchanged."""
+    """Return the path of an installed Python command such as `torchrun`. Return all other targets unchanged."""
     path = None if Path(target).exists() else shutil.which(target)
     return path if path is not None and is_python_script(Path(path)) else target
 

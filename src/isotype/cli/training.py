@@ -148,14 +148,14 @@ def show_outcome(console: Console, outcome: Outcome, settings: Settings) -> None
             command = resume_command(settings.command, record.output_dir, checkpoint)
             say(console, f"\nstopped; the checkpoint {checkpoint} is complete. Resume with:\n    {command}")
         else:
-            put("\nstopped before the first checkpoint: there is nothing to resume")
+            put("\nstopped before the first checkpoint, so there is no training to resume")
     elif outcome.adapter is not None:
         trained = outcome.adapter
         commands = chat_commands(trained, pictures=outcome.pictures) if settings.method.answers else {}
         if settings.use_peft and changes_nothing(read_adapter(trained)):
             say(
                 console,
-                "The adapter changes no weight of its base model: nothing was learned.",
+                "The adapter changes no weight of its base model, so the training had no effect.",
                 style="yellow",
             )
         elif settings.use_peft:

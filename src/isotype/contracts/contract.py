@@ -49,7 +49,7 @@ NO_FLOAT8 = (
 )
 
 UNSPECIFIED = "?"
-"""The table entry of an accepted call whose result dtype depends on more than the operands' dtypes."""
+"""The table entry of an accepted call if the dtypes of its operands do not determine the dtype of its result."""
 
 _INDEX_PUT = frozenset(
     f"aten.{name}.default" for name in ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
@@ -58,18 +58,18 @@ _LERP = frozenset({"aten.lerp.Tensor", "aten.lerp_.Tensor"})
 
 
 def are_powers_of_two(sizes: Iterable[int]) -> bool:
-    """Return whether an NVIDIA GPU has Fourier transforms of these sizes in float16."""
+    """Return True if an NVIDIA GPU has float16 Fourier transforms for these sizes."""
     return all(size & (size - 1) == 0 for size in sizes)
 
 
 def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
-    """Return whether a call runs although the contract of its operator refuses the dtypes.
+    """Return True if a call runs although the contract of its operator does not allow the dtypes.
 
-    Contracts ignore shapes and missing operands, which decide these cases:
+    Contracts ignore shapes and missing operands, but shapes or missing operands decide these cases:
 
     - cuFFT transforms float16, and complex numbers of float16, if each size is a power of two.
-    - The batch norm of an NVIDIA or AMD GPU accepts running statistics of any dtype for a matrix, or without a weight
-      (`batch_norm_update_stats` in Normalization.cu).
+    - The batch norm of an NVIDIA or AMD GPU accepts running statistics of any dtype if the input is a matrix, or if
+      there is no weight (`batch_norm_update_stats` in Normalization.cu).
     - `index_put` with bool masks accepts a single value of any dtype, because torch runs it as `masked_fill`.
     - `rrelu` outside of training is a leaky ReLU, which has kernels for every float dtype.
     - `lerp` accepts a 0-dim weight of any dtype (like `index_put`, measured on a CPU, torch 2.13).
@@ -95,15 +95,15 @@ def is_exempt(op: str, args: Sequence[Any], kind: str = "cpu") -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The behaviour of an operator for operands of certain dtypes.
+    """The result of calling an operator with operands of certain dtypes.
 
     Attributes:
         accepted: True if the operator runs, False if it raises.
-        results: dtypes of the returned tensors; for an in-place operator, of the changed tensor. Empty if the operator
-            raises, if it was not measured on this device, or if scalars, list lengths or 0-dim operands decide the
-            result's dtype. Then the operator's fake kernel determines the dtypes.
+        results: dtypes of the returned tensors. For an in-place operator, dtype of the changed tensor. It is empty if the
+            operator raises, if it was not measured on this device, or if scalars, list lengths or 0-dim operands decide the
+            dtype of the result. In these cases, the operator's fake kernel determines the dtypes.
         message: the device's error message if the operator raises, else "".
-        assumed: True if the verdict was not measured on this device, but follows from another device or from a rule.
+        assumed: True if the verdict was not measured on this device. It then follows from another device or from a rule.
     """
 
     accepted: bool
@@ -114,7 +114,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class TableName:
-    """A table's file stem, device kind, variant (`sm75`, `avx2` or ""), and torch's major and minor version."""
+    """The file stem of a table: device kind, variant (`sm75`, `avx2` or ""), and torch's major and minor version."""
 
     name: str
     kind: str
@@ -123,7 +123,7 @@ class TableName:
 
     @property
     def words(self) -> str:
-        """Text for a report: `cuda-sm75, measured with torch 2.13`."""
+        """A description for a report, such as `cuda-sm75, measured with torch 2.13`."""
         return f"{self.kind}{f'-{self.variant}' if self.variant else ''}, measured with torch {self.torch}"
 
 
@@ -131,8 +131,9 @@ class TableName:
 class Table:
     """The measured contracts of one device, and the version of torch.
 
-    `messages` are templates of error messages, see `isotype.contracts.pattern.Spelled`. `operators[overload][pattern]`
-    has a letter for the dtype of each result. If the operator raises an error, the entry is the index of the message.
+    `messages` are templates of error messages (see `isotype.contracts.pattern.Spelled`).
+    `operators[overload][pattern]` contains a letter for the dtype of each result. If the operator raises an error, the
+    entry is the index of the message.
     """
 
     torch_version: str
@@ -158,13 +159,13 @@ class Contracts:
     """The contracts of a device.
 
     Attributes:
-        measured: the table of a device of this kind; None if none was measured.
-        reference: a CPU table, whose verdicts are assumed for operators and dtypes that were not measured.
-        others: for a CPU that was not measured, the tables of other CPUs. If one of these tables has another verdict
-            than `measured`, the verdict is marked as assumed.
+        measured: the table of a device of this kind; None if no such device was measured.
+        reference: a CPU table. Its verdicts are assumed for operators and dtypes that were not measured.
+        others: for a CPU that was not measured, the tables of other CPUs. If one of these tables has another verdict than
+            `measured`, the verdict is marked as assumed.
         capability: compute capability of an NVIDIA GPU; None if unknown.
-        table: name of the table `measured`; None if there is none.
-        unlike: how this device differs from the measured device, as a clause; "" if it does not.
+        table: name of the table `measured`; None if there is no such table.
+        unlike: a clause on how this device differs from the measured device; "" if it does not differ.
     """
 
     kind: str
@@ -180,14 +181,15 @@ class Contracts:
         """Return the verdict on a call of `op` (`aten.mm.default`) with tensor operands of these dtypes.
 
         `dtypes` contains the dtypes of all tensor arguments in order, also of tensors in lists. Return None if only the
-        fake kernel can decide: no table or family lists the call, or all operands are integers that no rule refuses.
+        fake kernel can decide: no table or family lists the call, or all operands are integers and no rule refuses
+        them.
         """
         if (op, dtypes) not in self._memo:
             self._memo[op, dtypes] = self._judge(op, dtypes)
         return self._memo[op, dtypes]
 
     def refusal(self, op: str, dtypes: Iterable[torch.dtype]) -> Verdict | None:
-        """Return the verdict if the device refuses the call; None if it accepts the call or nothing is known."""
+        """Return the verdict if the device refuses the call; None if the device accepts the call or nothing is known."""
         verdict = self.judge(op, tuple(dtypes))
         return None if verdict is None or verdict.accepted else verdict
 
@@ -247,7 +249,7 @@ _CPU_ONLY = (
 
 
 def applies_to_cpus_only(message: str) -> bool:
-    """Return whether an error is only about CPUs, so that other devices may accept the same dtypes."""
+    """Return True if an error occurs only on CPUs, so that other devices may accept the same dtypes."""
     return any(mark in message for mark in _CPU_ONLY)
 
 
@@ -288,7 +290,7 @@ def contracts_here(device: str) -> Contracts:
 
 
 def doubts(profile: DeviceProfile) -> list[str]:
-    """Return sentences on why a check for a device may be wrong."""
+    """Return sentences that say why a check for a device may be wrong."""
     contracts = contracts_of(profile)
     table = contracts.measured or contracts.reference
     reasons = [f"{profile.unlike}: the check uses the table {profile.contracts}"] if profile.unlike else []
@@ -298,12 +300,14 @@ def doubts(profile: DeviceProfile) -> list[str]:
     if measured != here:
         reasons.append(f"operators were measured with torch {measured}, and the installed torch is {here}")
     if profile.kind == "cuda" and not profile.present and (profile.capability or (8, 0)) < (7, 5):
-        reasons.append(f"torch is a build for CUDA 12.6: builds for CUDA 13 do not run on {profile.title}")
+        reasons.append(
+            f"torch is a build for CUDA 12.6, because builds for CUDA 13 do not run on {profile.title}"
+        )
     return reasons
 
 
 def judged_by(profile: DeviceProfile) -> str:
-    """Return words for reports that name the source of a device's contracts."""
+    """Describe the source of a device's contracts for a report."""
     table = contracts_of(profile).table
     return "rules for families of operators, from PyTorch's source" if table is None else table.words
 
@@ -328,14 +332,14 @@ def _table(name: str) -> Table:
 
 
 _SHIFTED = (str.maketrans("df", "fb"), str.maketrans("d", "b"))
-"""For a pattern with float64: the letters of two measured patterns, with bfloat16 (and float32) in its place."""
+"""For a pattern with float64, the letters of two measured patterns that have bfloat16 (and float32) instead of float64."""
 
 
 def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtype) -> Verdict | None:
     """Return a verdict of refusal if an operator is assumed to refuse float64 together with float32; else None.
 
-    Few operators were measured with float64. If an operator of `table` refuses bfloat16 together with float32, in both
-    orders, it is assumed to refuse float64 together with float32. A missing bfloat16 kernel does not count as a refusal.
+    Few operators were measured with float64. If an operator of `table` refuses bfloat16 with float32 in both orders,
+    it is assumed to refuse float64 with float32. A missing bfloat16 kernel does not count as such a refusal.
     """
     if "f" not in pattern:
         return None
@@ -351,8 +355,8 @@ def _refusal_of_doubles(table: Table, op: str, pattern: str, integer: torch.dtyp
 def _float8_verdict(op: str, kind: str, dtypes: tuple[torch.dtype, ...]) -> Verdict | None:
     """Return a verdict of refusal if an operator is known to refuse float8 operands; else None.
 
-    No operator promotes float8, see `promoteTypes` in c10/core/ScalarType.cpp. CPUs multiply float8 (measured with torch
-    2.13); other devices only copy it.
+    No operator promotes float8 (see `promoteTypes` in c10/core/ScalarType.cpp). CPUs multiply float8 (measured with
+    torch 2.13), but other devices only copy it.
     """
     floats = list(dict.fromkeys(dtype for dtype in dtypes if dtype.is_floating_point))
     if len(floats) < 2:
@@ -372,7 +376,7 @@ _CALLED = {
     for called, names in table(__file__, "kernels.json")["called"].items()
     for name in names.split()
 }
-"""Python function -> the function that it calls, which is in the autocast lists."""
+"""Maps a Python function to the function that it calls and that is in the autocast lists."""
 
 _RESIZED = _CALLED["interpolate"]
 
@@ -385,8 +389,8 @@ class AutocastLists:
         lower: operators whose float operands are cast to the autocast dtype.
         float32: operators whose float operands are cast to float32.
         promote: operators whose operands are cast to their widest float dtype.
-        float32_opt: operators that compute and return float32 if no dtype is given.
-        banned: operators that raise under autocast.
+        float32_opt: operators that compute and return float32 if no dtype is passed.
+        banned: operators that raise an error under autocast.
     """
 
     lower: frozenset[str]
@@ -396,7 +400,7 @@ class AutocastLists:
     banned: frozenset[str]
 
     def treatment(self, function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Return the list of a function with these arguments: `banned`, `float32`, `promote`, `lower` or ""."""
+        """Return the name of the list that contains a function with these arguments: `banned`, `float32`, `promote`, `lower` or ""."""
         name = _CALLED.get(function, function)
         if name == _RESIZED and "area" in (kwargs.get("mode"), *args[3:4]):
             return ""  # `interpolate` then calls an average pool
@@ -451,7 +455,7 @@ def nearest(tables: Sequence[TableName], kind: str, variant: str, torch_version:
 
 
 def _variant_distance(measured: str, variant: str) -> float:
-    """Return the distance of two variants. The major number counts most; at a tie, the older variant is nearer."""
+    """Return the distance of two variants. The major number counts most. If two variants are equally near, the older variant is nearer."""
     if measured == variant:
         return 0
     if not (measured.startswith("sm") and variant.startswith("sm")):

@@ -1,10 +1,11 @@
-"""Examples of operator calls as JSON. They were recorded in real steps, and are replayed with operands of any dtype.
+"""Examples of operator calls as JSON. They were recorded in real steps. A replay calls the operator again with
+operands of any dtype.
 
 An example is `[arguments, keyword arguments]`. A tensor is `{"t": dtype, "s": shape}`. If the tensor is not contiguous,
-`"p"` is the order of its dimensions in memory. Integer and bool tensors have their values in `"v"`. In a replay, float
-tensors get random values between 0.1 and 0.9, which every operator accepts (as probabilities, variances or scales).
-Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}`, `{"memory_format": …}`; non-finite floats are
-`{"float": "inf"}`.
+`"p"` is the order of its dimensions in memory. For integer and bool tensors, `"v"` contains the values. In a replay,
+float tensors get random values between 0.1 and 0.9, which every operator accepts (as probabilities, variances or
+scales). Other torch objects are `{"dtype": …}`, `{"device": …}`, `{"layout": …}` or `{"memory_format": …}`. Non-finite
+floats are `{"float": "inf"}`.
 """
 
 import math
@@ -67,22 +68,22 @@ def _encode_tensor(tensor: torch.Tensor) -> Json:
 
 
 def tensors_in(example: Json) -> Iterator[dict[str, Json]]:
-    """Yield the encoded tensors of an example in argument order: keyword arguments last, in the order of the schema."""
+    """Yield the encoded tensors of an example in argument order. Keyword arguments come last, in the order of the schema."""
     return (encoded for encoded in _objects(example) if "t" in encoded)
 
 
 def is_float(tensor: Json) -> bool:
-    """Return whether an encoded tensor is a float tensor, which gets several dtypes in replays."""
+    """Return True if an encoded tensor is a float tensor. Replays use several dtypes for float tensors."""
     return LETTERS.get(getattr(torch, tensor["t"]), "i") != "i"
 
 
 def has_dtype_argument(example: Json) -> bool:
-    """Return whether a call has a dtype argument, which decides the result's dtype."""
+    """Return True if a call has a dtype argument, because it decides the dtype of the result."""
     return any("dtype" in encoded for encoded in _objects(example))
 
 
 def _objects(example: Json) -> Iterator[dict[str, Json]]:
-    """Yield the JSON objects of an example in argument order: its tensors, dtypes, …, and its keyword arguments."""
+    """Yield the JSON objects of an example in argument order (its tensors, dtypes, …), and then its keyword arguments."""
     if isinstance(example, list):
         for item in example:
             yield from _objects(item)
@@ -94,7 +95,7 @@ def _objects(example: Json) -> Iterator[dict[str, Json]]:
 def decode(
     example: Json, dtypes: Sequence[torch.dtype], device: torch.device
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call, with new tensors on `device`; `dtypes` are the dtypes of its float tensors, in order."""
+    """Return the arguments of a call with new tensors on `device`. `dtypes` contains the dtypes of its float tensors, in order."""
     rest = iter(dtypes)
     generator = torch.Generator().manual_seed(0)
 
@@ -141,13 +142,13 @@ REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError
 """The exceptions of torch for operands of unsupported dtypes."""
 
 FAR = 0.25
-"""Results with a larger relative error count as wrong. Rounding to 16 bits causes 0.004, misread bytes far more."""
+"""Results with a larger relative error count as wrong. Rounding to 16 bits causes an error of 0.004. Misread bytes cause a far larger error."""
 
 _FLOATS = frozenset(FLOAT_DTYPES.values())
 
 
 def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return a list of an operator's results. If it returns None, these are the operands that it writes."""
+    """Return a list of an operator's results. If the operator returns None, the list contains the operands that the operator writes."""
     returned = function(*args, **kwargs)
     items = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     if returned is not None:
@@ -161,10 +162,11 @@ def results_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def corrupted(
     function: Any, example: Json, letters: str, recorded: str, results: Sequence[Any], device: torch.device
 ) -> bool:
-    """Return whether the results of a call are wrong: far from the results of every trusted run.
+    """Return True if the results of a call are wrong, which means far from the results of every trusted run.
 
-    `letters` has a letter for each operand's dtype. A trusted run has the same input values in float64 on the CPU, or in
-    the recorded dtypes on the device or the CPU. Return False without a trusted run, and for results that cannot be
+    The argument `letters` contains a letter for the dtype of each operand. A trusted run has the same input values,
+    either in float64 on the CPU, or in the recorded dtypes on the device or the CPU. Return False if there is no
+    trusted run, and for results that cannot be
     compared: random numbers, uninitialized memory, reinterpreted bytes.
     """
     name = operator_schema(function).name.rpartition("::")[2]
@@ -178,7 +180,7 @@ def corrupted(
 def _references(
     function: Any, example: Json, letters: str, recorded: str, device: torch.device
 ) -> Iterator[list[torch.Tensor]]:
-    """Yield the results of each trusted run that does not raise. In float64, only torch's own operators are trusted."""
+    """Yield the results of each trusted run that does not raise an error. In float64, only torch's own operators are trusted."""
     cpu = torch.device("cpu")
     double = [("d" * len(letters), cpu)] if function.namespace == "aten" else []
     for trusted, place in (*double, (recorded, device), (recorded, cpu)):

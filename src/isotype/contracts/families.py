@@ -1,4 +1,4 @@
-"""Rules for families of operators. The rules decide calls that were not measured, so their verdicts are `assumed`."""
+"""Rules for families of operators. These rules decide calls that were not measured. Their verdicts are marked as `assumed`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from isotype.records.trace import NO_ATTENTION_KERNEL
 
 GPUS = frozenset({"cuda", "rocm", "xpu", "mps"})
 UNKNOWN_CAPABILITY = (8, 0)
-"""The assumed capability of an unknown NVIDIA GPU. Older GPUs lack bfloat16; newer ones prefer other kernels."""
+"""The compute capability that is assumed for an unknown NVIDIA GPU. Older GPUs lack bfloat16, and newer GPUs prefer other kernels."""
 ALL = GPUS | {"cpu"}
 
 
 _PARTS = str.maketrans("zy", "fd")
-"""Letter of a complex dtype -> letter of the dtype of its real part. Few operators take complex numbers of halves."""
+"""Maps the letter of a complex dtype to the letter of the dtype of its real part. Few operators accept complex numbers whose parts are float16."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,14 @@ class Family:
 
     Attributes:
         ops: names of the operators, without overload (`aten.mm`).
-        message: torch's error for operands that break the rule. `{0}` stands for the first compared operand, and `{1}`
+        message: torch's error for operands that break the rule. In it, `{0}` stands for the first compared operand, and `{1}`
             for the first operand with another dtype. "" if the rule only limits the dtypes.
-        alike: indices (in the pattern) of the operands that must have one dtype; None for all operands.
-        exact: True if the rule includes integer operands, as in a matmul; False if it ignores integers, such as
-            indices.
+        alike: indices (in the pattern) of the operands that must have the same dtype; None for all operands.
+        exact: True if the rule includes integer operands, as in a matmul. False if it ignores integers, such as indices.
         only: letters of the accepted dtypes; "" if all dtypes are accepted.
-        refusal: torch's error for a dtype that is not accepted; `{0}` stands for it.
+        refusal: torch's error for a dtype that is not accepted. In the error, `{0}` stands for this dtype.
         devices: device kinds for which the rule holds.
-        majors: major compute capabilities for which the rule holds; None for all.
+        majors: major compute capabilities for which the rule holds; None for all of them.
         matches: a regular expression. The pattern of the compared operands must begin with a match.
         in_order: True if `{0}`, `{1}`, … in the message stand for the first, second, … of all operands.
     """
@@ -54,7 +53,7 @@ class Family:
     in_order: bool = False
 
     def holds(self, device: str, capability: tuple[int, int] | None) -> bool:
-        """Return whether the rule holds for a device kind and, for an NVIDIA GPU, its compute capability."""
+        """Return True if the rule holds for a device kind and, for an NVIDIA GPU, for its compute capability."""
         major, _ = capability or UNKNOWN_CAPABILITY
         return device in self.devices and (device != "cuda" or self.majors is None or major in self.majors)
 
@@ -102,7 +101,7 @@ _BITWISE = _ops(
 )
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale"
 _CONSTANTS = {"dequantize_4bit": (1,), "dequantize_blockwise": (1, 2), "gemm_4bit": (2,), "gemv_4bit": (2, 3)}
-"""bitsandbytes' kernels (and their `.out` forms) -> positions of absmax and code, which the kernels read as float32."""
+"""Maps bitsandbytes' kernels (and their `.out` forms) to the positions of absmax and code, which the kernels read as float32."""
 
 _ADDMV = "addmv input tensors must have the same dtype, but got {{{}:name}}, {{{}:name}}, and {{{}:name}}"
 MASK_DTYPE = "invalid dtype for bias - should match query's dtype"
@@ -152,13 +151,13 @@ ONLY_POWERS_OF_TWO = "cuFFT only supports dimensions whose sizes are powers of t
 
 _TABLES = table(__file__, "kernels.json")
 _CUDA_FACTORIZATIONS: Mapping[str, str] = _TABLES["cuda_factorizations"]
-"""Names of operators, separated by spaces -> the kernel that torch calls first on a GPU, see `by_shapes`."""
+"""Maps names of operators, separated by spaces, to the kernel that torch calls first on a GPU (see `by_shapes`)."""
 _CUDA_PRODUCTS: Mapping[str, str] = _TABLES["cuda_products"]
-"""Names of matrix products that a GPU computes only for floating-point dtypes -> the kernel."""
+"""Maps names of matrix products that a GPU computes only for floating-point dtypes to the kernel."""
 _CPU_KERNELS: Mapping[str, str] = _TABLES["cpu_kernels"]
-"""Names of operators that a CPU runs in float32 and float64 only -> the kernel. Measured with torch 2.13."""
+"""Maps names of operators that a CPU runs only in float32 and float64 to the kernel. Measured with torch 2.13."""
 _NOT_FLOAT: Mapping[str, str] = _TABLES["not_float"]
-"""Errors about a float index, label or mask -> operators."""
+"""Maps errors about a float index, label or mask to operators."""
 
 
 def _without_kernel(
@@ -304,11 +303,11 @@ _CPU_PRODUCTS = {
     "baddbmm": "baddbmm",
     "dot": "dot vdot",
 }
-"""Kernel on a CPU -> its operators. They take integers, but no bools."""
+"""Maps a kernel on a CPU to its operators. These operators accept integers, but not bools."""
 
 
 def integer_refusal(op: str, dtypes: Sequence[torch.dtype], device: str) -> str:
-    """Return torch's error for an integer or bool operand, or "". Tables have one letter for all integers and bools."""
+    """Return torch's error for an integer or bool operand, or "". Tables cannot decide this: they have one letter for both."""
     name = op.partition(".")[2].partition(".")[0]
     if device == "cpu" and {*dtypes} == {torch.bool}:
         kernels = (kernel for kernel, names in _CPU_PRODUCTS.items() if name in names.split())
@@ -338,7 +337,7 @@ def integer_refusal(op: str, dtypes: Sequence[torch.dtype], device: str) -> str:
 def families_of(op: str, device: str, capability: tuple[int, int] | None = None) -> tuple[Family, ...]:
     """Return the families of an overload (`aten.mm.default`) on a device kind, in the order of torch's checks.
 
-    `capability` is an NVIDIA GPU's compute capability (default: `UNKNOWN_CAPABILITY`).
+    `capability` is the compute capability of an NVIDIA GPU (default: `UNKNOWN_CAPABILITY`).
     """
     named = {op} if op.endswith((".dtype", ".dtype_out")) else {op.rpartition(".")[0]}
     alike = (family for family in FAMILIES if not named.isdisjoint(family.ops))
@@ -346,7 +345,7 @@ def families_of(op: str, device: str, capability: tuple[int, int] | None = None)
 
 
 def by_shapes(op: str, args: Sequence[Any], message: str) -> str:
-    """Return torch's error for a call: `message`, or a text that depends on shapes (the SVD names cuSOLVER's routine)."""
+    """Return torch's error for a call: `message`, or a text that depends on shapes (the error of the SVD names cuSOLVER's routine)."""
     if op == "aten._linalg_svd.default" and max(args[0].shape[-2:]) <= 32:
         return message.replace('"svd_cuda_gesvdj"', '"svd_cuda_gesvdjBatched"')
     return f"{message} of{transformed_sizes(op, args)}" if message == ONLY_POWERS_OF_TWO else message

@@ -4,25 +4,26 @@
     python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-amx.json
     python -m isotype.contracts.measure --device cpu --base cpu-avx2 -o cpu-avx2-torch2.15.json
 
-CPUs with the same instruction set have the same table. `tables/cpu-avx2.json` contains all operators, and the tables of
+CPUs with the same instruction set have the same table. `tables/cpu-avx2.json` contains all operators. The tables of
 other instruction sets and torch releases contain only the operators that differ. The variables `ATEN_CPU_CAPABILITY` and
 `ONEDNN_MAX_CPU_ISA` limit a CPU to a smaller instruction set.
 
 Every example in `tables/examples.json` is replayed with new tensors of a few elements. The float operands get
-combinations of float32, bfloat16 and float16 (and of float64, if the example has it):
+combinations of float32, bfloat16 and float16 (and of float64, if the example contains it):
 
 - up to 4 float operands: all combinations;
 - 5 or 6 float operands: all combinations of at most two dtypes;
-- more than 6: all operands in one dtype; all but one in one dtype; and the recorded dtypes.
+- more than 6 float operands: all operands in one dtype; all but one in one dtype; and the recorded dtypes.
 
-A call that raises an error is rejected, and the table has its message. Otherwise, the results are compared with those
-of calls on the same values: in float64 on the CPU, and in the recorded dtypes. If the results differ much from both
-comparisons, the call returns wrong values and is rejected. All other calls are accepted, and the table has the dtypes
-of the results. The result is unspecified (`?`) if two examples of one pattern return different dtypes, for example
-because of a scalar or a `dtype=` argument. A pattern with both accepted and rejected examples has no entry.
+A call that raises an error is rejected, and the table contains the error message. The results of all other calls are
+compared with the results of calls with the same values: in float64 on the CPU, and in the recorded dtypes. If the
+results differ much from both, the call returns wrong values and is rejected. All other calls are accepted, and the
+table contains the dtypes of their results. The result is unspecified (`?`) if two examples of the same pattern return
+different dtypes, for example because of a scalar or a `dtype=` argument. A pattern with both accepted and rejected
+examples has no entry.
 
 Calls run in a child process. If a call ends the process (or the device fails), its operator is listed under `died`, and
-the measurement goes on.
+the measurement continues.
 """
 
 import argparse
@@ -83,7 +84,7 @@ _MOST = 256  # readings to try for a message
 
 EXAMPLES = TABLES / "examples.json"
 GPU_EXAMPLES = TABLES / "examples_gpu.json"
-"""Calls of the attention kernels of GPUs; this file is written by hand."""
+"""File with calls of the attention kernels of GPUs. The file is written by hand."""
 
 _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # variables that lower a CPU's instruction set
 
@@ -93,7 +94,7 @@ Outcome = str | list[str]
 
 
 def combinations(recorded: str, doubles: bool) -> list[str]:
-    """Return the combinations of dtype letters to measure. `recorded`: letters of a call's float operands."""
+    """Return the combinations of dtype letters to measure. `recorded`: letters of the float operands of a call."""
     letters = "fbhd" if doubles else "fbh"
     count = len(recorded)
     if count <= 4:
@@ -150,7 +151,7 @@ def _merged(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 
 def _calls(op: str, example: Json, device: torch.device, doubles: bool) -> Iterator[tuple[str, Outcome]]:
-    """Replay an example with all combinations of dtypes, the recorded one first. Yield (pattern, outcome)."""
+    """Replay an example with all combinations of dtypes, beginning with the recorded combination. Yield (pattern, outcome)."""
     function, layout = overload(op), layout_of(op)
     tensors = list(tensors_in(example))
     operands = [LETTERS.get(getattr(torch, tensor["t"]), "i") for tensor in tensors]
@@ -214,7 +215,7 @@ def difference(table: Mapping[str, Any], base: str, *, same_torch: bool = True) 
     another = same_torch and other.torch_version != table["torch"]
     if another or set(other.operators) != set(table["operators"]):
         raise ValueError(
-            f"{base} has other operators, or was measured with torch {other.torch_version}: measure it again"
+            f"{base} has other operators, or was measured with torch {other.torch_version}, so measure it again"
         )
     messages = table["messages"]
 
@@ -242,7 +243,7 @@ def difference(table: Mapping[str, Any], base: str, *, same_torch: bool = True) 
 def _measured_in_children(
     examples: Mapping[str, Sequence[Json]], device: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Measure in child processes, a new one after each crash. Return the results, and the errors of crashed operators."""
+    """Measure in child processes. After each crash, start a new child process. Return the results, and the errors of crashed operators."""
     measured: dict[str, Any] = {}
     died: dict[str, str] = {}
     remaining = dict(sorted(examples.items()))
@@ -338,8 +339,8 @@ def main() -> None:
 def templates(messages: Mapping[str, str]) -> dict[str, str]:
     """Return a message template for each pattern. As few different templates as possible are used.
 
-    If several operands have the dtype in a message, several templates are possible. The template that fits the most
-    messages is chosen. `fill(template, letters_in(pattern))` returns each message exactly.
+    If several operands have the dtype in a message, several templates are possible. In this case, the template that
+    fits the most messages is chosen. `fill(template, letters_in(pattern))` returns each message exactly.
     """
     readings = {pattern: list(_readings(pattern, message)) for pattern, message in messages.items()}
     chosen: dict[str, str] = {}
@@ -352,7 +353,7 @@ def templates(messages: Mapping[str, str]) -> dict[str, str]:
 
 
 def _readings(pattern: str, message: str) -> Iterator[str]:
-    """Yield every template that becomes `message` if it is filled with the dtypes of `pattern`."""
+    """Yield every template that becomes `message` when it is filled with the dtypes of `pattern`."""
     letters = letters_in(pattern)
     # With one group, re.split returns text and dtype names in turn.
     parts = _WORD.split(message.replace("{", "{{").replace("}", "}}"))
@@ -365,7 +366,7 @@ def _readings(pattern: str, message: str) -> Iterator[str]:
 
 
 def _fields(word: str, letters: str) -> list[str]:
-    """Return a placeholder for each operand with the dtype name `word`; `word` itself if no operand has this dtype."""
+    """Return a placeholder for each operand with the dtype name `word`. If no operand has this dtype, return `word` itself."""
     letter, style = _SPELLINGS[word]
     return [f"{{{at}{style}}}" for at, other in enumerate(letters) if other == letter] or [word]
 

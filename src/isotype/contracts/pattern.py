@@ -1,14 +1,14 @@
-"""Patterns, the keys of the contract tables: a short string for the operand dtypes of a call.
+"""Patterns are the keys of the contract tables: short strings for the dtypes of a call's operands.
 
 A pattern has a letter for each operand, in argument order: `f` float32, `b` bfloat16, `h` float16, `d` float64, and `i`
-for any integer or bool. Several `i` in a row become one, so the number of index tensors does not matter.
+for any integer or bool. Several `i` in a row become one `i`, so the number of index tensors does not matter.
 
 For operators with lists of tensors, the lengths of the lists do not matter:
 
-- `cat` and `stack` have one result; their pattern is the *set* of letters in the list, in braces: `{bf}`.
+- `cat` and `stack` have one result. Their pattern is the *set* of letters in the list, in braces: `{bf}`.
 - `_foreach_*`, `_fused_*` and `_amp_foreach_*` have a result or an update for each element of the lists. Each element
-  has a pattern: one letter for each list, then `|` and the letters of the single tensors (`ffff|f`). A call is accepted
-  if all its patterns are accepted.
+  has a pattern: one letter for each list, then `|`, and then the letters of the single tensors (`ffff|f`). A call is
+  accepted if all its patterns are accepted.
 """
 
 import re
@@ -21,8 +21,8 @@ import torch
 
 from isotype.compat.torch import operator_schema
 
-CORRUPTS = "nothing: it returns wrong values without an error"
-"""Message for operators that raise no error, but read an operand's bytes as if they had another dtype."""
+CORRUPTS = "no error, but the returned values are wrong"
+"""Message for operators that raise no error, but read the bytes of an operand as if they had another dtype."""
 
 # The names of a dtype in C++ messages: the type, and the scalar type.
 _CPP: dict[torch.dtype, tuple[str, str]] = {
@@ -56,12 +56,12 @@ RESULT_LETTERS: dict[torch.dtype, str] = {dtype: letter for letter, dtype in RES
 LETTERS: dict[torch.dtype, str] = {
     dtype: RESULT_LETTERS[dtype] if dtype.is_floating_point or dtype.is_complex else "i" for dtype in _CPP
 }
-"""Letters of operand dtypes. Other dtypes (float8) are in no table."""
+"""Letters of operand dtypes. Tables do not contain other dtypes (float8)."""
 
 
 @dataclass(frozen=True)
 class Spelled:
-    """A dtype for format strings: `{0}` as the C++ type, `{0:name}` as the scalar type, `{0:torch}` as in torch."""
+    """A dtype for format strings. `{0}` is the C++ type, `{0:name}` the scalar type, and `{0:torch}` torch's name."""
 
     dtype: torch.dtype
 
@@ -85,7 +85,7 @@ def fill(template: str, letters: Sequence[str], integer: torch.dtype = torch.int
 
 @dataclass(frozen=True)
 class Layout:
-    """Numbers of an operator's tensor lists and single tensors. `by_element`: it works on lists element by element."""
+    """Numbers of an operator's tensor lists and single tensors. `by_element`: True if the operator works on lists element by element."""
 
     lists: int = 0
     optional_lists: int = 0
@@ -122,7 +122,7 @@ def layout_of(op: str) -> Layout:
 
 
 def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
-    """Return the distinct patterns of a call with these operands; a single pattern without `layout.by_element`."""
+    """Return the distinct patterns of a call with these operands. Without `layout.by_element`, there is only one pattern."""
     if not layout.lists:
         return (re.sub("i+", "i", "".join(letters)),)
     as_set = ("{" + "".join(sorted(set(letters))) + "}",)
@@ -132,8 +132,8 @@ def patterns_of(layout: Layout, letters: Sequence[str]) -> tuple[str, ...]:
 def _splits(layout: Layout, letters: Sequence[str]) -> list[tuple[str, ...]]:
     """Return all ways to split the operands into lists of equal length, followed by single tensors.
 
-    A way is a tuple of patterns. Optional arguments allow several ways; ways with fewer lists come first. The caller
-    takes the first way with the fewest patterns, because optimizers group tensors by dtype.
+    A way is a tuple of patterns. Optional arguments allow several ways. Ways with fewer lists come first. The caller
+    uses the first way with the fewest patterns, because optimizers group tensors by dtype.
     """
     splits = []
     for lists in range(layout.lists - layout.optional_lists, layout.lists + 1):

@@ -1,4 +1,4 @@
-"""Settings of torch's CUDA allocator. torch reads them once, so isotype sets them before it imports torch."""
+"""Settings of torch's CUDA allocator. isotype sets them before it imports torch, because torch reads them only once."""
 
 import os
 import re
@@ -9,18 +9,19 @@ from itertools import pairwise
 from pathlib import Path
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables of torch 2.10 to 2.15. The first one is for all accelerators."""
+"""Environment variables of torch 2.10 to 2.15. The first variable is for all accelerators."""
 
 EXPANDABLE = "expandable_segments:True"
 
 
 def let_segments_expand(arguments: Sequence[str] = ()) -> str | None:
-    """Turn on the allocator's expandable segments. They reduce fragmentation if batches have different lengths.
+    """Turn on the allocator's expandable segments. Expandable segments reduce fragmentation if batches have different
+    lengths.
 
-    Call this before torch is imported. Returns the value of the environment variable that was set. Returns None and
-    changes nothing if the user has set one of `VARIABLES`, or if expandable segments are unsupported. They are
-    unsupported in torch for ROCm or Windows (`expandable_segments()` in c10/cuda/CUDAAllocatorConfig.h), and with vLLM
-    (`--use_vllm`).
+    Call this function before torch is imported. Return the value of the environment variable that was set. Return
+    None and change nothing if the user has set one of `VARIABLES`, or if expandable segments are unsupported.
+    Expandable segments are unsupported in torch for ROCm or Windows (`expandable_segments()` in
+    c10/cuda/CUDAAllocatorConfig.h), and with vLLM (`--use_vllm`).
     """
     if allocator_setting() or sys.platform == "win32" or _uses_vllm(arguments) or built_for("cuda") is None:
         return None
@@ -34,7 +35,7 @@ def allocator_setting() -> str | None:
 
 
 def built_for(toolkit: str) -> str | None:
-    """Return the CUDA or HIP version that torch was built for, or None, without importing torch."""
+    """Return the CUDA or HIP version for which torch was built, or None. torch is not imported."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None

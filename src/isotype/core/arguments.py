@@ -21,18 +21,18 @@ _TABLES, COMMANDS = table(__file__), table(__file__, "commands.json")
 _OTHER_NAMES = {
     other: names.split() for names, others in _TABLES["names"].items() for other in others.split()
 }
-"""Short name or other library's name -> names of isotype's arguments. A command has at most one of these arguments."""
+"""Maps a short name, or a name of another library, to names of isotype's arguments. A command has at most one of these arguments."""
 _ELSEWHERE = frozenset({*_OTHER_NAMES, *(name for names in _TABLES["names"] for name in names.split())})
-"""Names with a known meaning. isotype suggests no argument for such a name only because of a similar spelling."""
+"""Names with a known meaning. For such a name, isotype does not suggest an argument that is only spelled similarly."""
 _OTHER_VALUES: Mapping[str, str] = _TABLES["values"]
 _SWITCHES: Mapping[str, str] = {
     other: words for words, others in _TABLES["switches"].items() for other in others.split()
 }
-"""Another library's `flag` (alone or with the value True) or `flag=value` -> isotype's arguments."""
+"""Maps a `flag` (alone or with the value True) or `flag=value` of another library to isotype's arguments."""
 RENAMED: Mapping[str, Sequence[str]] = _TABLES["renamed"]
-"""Former name -> (current name, equivalent value). The value is "" if the value after the former name stays valid."""
+"""Maps a former name to (current name, equivalent value). The equivalent value is "" if the value after the former name stays valid."""
 REMOVED: Mapping[str, str] = _TABLES["removed"]
-"""Name of a removed argument -> advice on what to write instead."""
+"""Maps the name of a removed argument to advice on what to write instead."""
 _KINDS = {
     "int": ("a whole number", "8"),
     "float": ("a number", "0.1"),
@@ -40,12 +40,12 @@ _KINDS = {
     "Path": ("a path", "VALUE"),
     "image_size": ("a size in pixels", "1024x768"),
 }
-"""Name of an argument's type -> (the expected value in words, an example)."""
+"""Maps the name of an argument's type to (a description of the expected value, an example)."""
 _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 
 
 class Parser(ValueParser):
-    """An argparse parser that collects invalid values in `problems` and does not stop at the first one.
+    """An argparse parser that collects invalid values in `problems`, and does not stop at the first invalid value.
 
     `parse_args` raises one error that lists all problems. After `parse_known_args`, the caller has to check `problems`.
     Names cannot be abbreviated.
@@ -64,7 +64,7 @@ class Parser(ValueParser):
 
     @classmethod
     def described(cls, command: str) -> Self:
-        """Return a parser with the description of a command in commands.json and without arguments."""
+        """Return a parser with the description of a command in commands.json, but without arguments."""
         settings = {n: v for n, v in COMMANDS[command].items() if n not in ("arguments", "stray", "training")}
         for name, text in settings.items():
             if isinstance(text, list):  # lines
@@ -79,12 +79,12 @@ class Parser(ValueParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse. Collect a problem for each invalid value in `problems`."""
+        """Parse like argparse. Parse known arguments, and collect a problem for each invalid value in `problems`."""
         self.problems = []
         return super().parse_known_args(args, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse. Raise one UsageError that lists all invalid arguments."""
+        """Parse like argparse. Parse arguments. Raise one UsageError that lists all invalid arguments."""
         self._command_line = tuple(sys.argv[1:] if args is None else args)
         parsed, unknown = self.parse_known_args(args, namespace)
         self.refuse([*self.problems, *self.unknown(unknown)])
@@ -129,7 +129,7 @@ class Parser(ValueParser):
         known = [next((name for name in names if name.startswith("--")), names[0]) for names in named]
         positional = [action.dest for action in actions_of(self) if not action.option_strings]
         problems = [
-            Problem(token, f"{positional[0].upper()} without a flag", f"leave {token} out", ((token,), ()))
+            Problem(token, f"{positional[0].upper()} without a flag", f"omit {token}", ((token,), ()))
             if {(bare := _bare(token)), *_OTHER_NAMES.get(bare, ())} & {*positional}
             else self._unknown(tokens, token, known)
             for token in flags
@@ -149,7 +149,7 @@ class Parser(ValueParser):
         expected, fix = "the name of an argument before each value", f"{name} {value}"
         if name:
             return Problem(value, expected, fix, ((value,), (name, value)))
-        return Problem(value, expected, "leave the value out, or write the name of its argument before it")
+        return Problem(value, expected, "omit the value, or write the name of its argument before it")
 
     def wrong_value(self, action: argparse.Action, value: Any) -> Any:
         if not isinstance(value, _Wrong):
@@ -162,9 +162,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Iter
 
     - `exclusive`: a call may contain only one of the arguments that have the key `exclusive`.
     - `choices`: valid values.
-    - `choices_of`: a table in `isotype.core` whose entries are valid values, too.
+    - `choices_of`: a table in `isotype.core`. Its entries are also valid values.
 
-    `choices` adds valid values from tables of other packages: argument -> values.
+    `choices` adds valid values from tables of other packages, as a dictionary: argument -> values.
     """
     group: Any = None
     for names, described in COMMANDS[command]["arguments"].items():
@@ -184,7 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str, **choices: Iter
 
 
 def image_size(text: str) -> tuple[int, int]:
-    """Parse a text such as `1024x768` to (width, height). Raise ValueError if it is not a size."""
+    """Parse a text such as `1024x768` to (width, height). Raise ValueError if the text is not a size."""
     width, _, height = text.lower().replace("×", "x").partition("x")
     if min(sides := (int(width), int(height))) < 1:
         raise ValueError(text)
@@ -220,7 +220,7 @@ def did_you_mean(
     cutoff: float = 0.6,
     shown: Callable[[str], str] = str,
 ) -> str:
-    """Return "did you mean …?" with up to `n` similar known names; `otherwise` if no known name is similar."""
+    """Return "did you mean …?" with up to `n` similar known names, or `otherwise` if no known name is similar."""
     near = difflib.get_close_matches(wanted, list(known), n, cutoff)
     return f"did you mean {' or '.join(map(shown, near))}?" if near else otherwise
 
@@ -246,7 +246,7 @@ def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> P
 
 
 def wrong_number(name: str, value: str, expected: str, example: Any) -> Problem:
-    """Return the `Problem` for a value that is no number. The fix for a value such as `2e-4,` is the number in it."""
+    """Return the `Problem` for a value that is not a number. For a value such as `2e-4,`, the fix is the number in the value."""
     text, swap = value.strip(" ,;'\""), None
     whole = expected == _KINDS["int"][0]
     if whole:  # a comma in other numbers may be a decimal comma
@@ -262,13 +262,13 @@ def wrong_number(name: str, value: str, expected: str, example: Any) -> Problem:
 
 
 def wrong_size(name: str, value: str) -> Problem:
-    """Return the `Problem` for a value that is no amount of memory. A bare number most likely means GiB."""
+    """Return the `Problem` for a value that is not an amount of memory. The fix assumes that a number without a unit means GiB."""
     number = value if re.fullmatch(r"[1-9]\d{0,3}(\.\d+)?", value) else "20"
     return Problem(f"{name} {value}", "an amount of memory with its unit", f"{name} {number}GiB")
 
 
 def usual_value(value: str) -> str:
-    """Return isotype's value for another library's (`nf4` for `int4`); for other values, the value in lower case."""
+    """Return isotype's value for a value of another library (`nf4` for `int4`). For other values, return the value in lower case."""
     return _OTHER_VALUES.get(value.lower().replace("-", "").replace("_", ""), value.lower())
 
 
@@ -290,7 +290,7 @@ def wrong_choice(what: str, value: str, choices: Iterable[str]) -> Problem:
 
 
 def closest(name: str, known: Sequence[str]) -> tuple[list[str], bool]:
-    """Return (up to three known names that `name` may mean, True if it certainly means the first of them).
+    """Return up to three known names that `name` may mean, and True if it certainly means the first of them.
 
     The order is: aliases, names that begin with `name`, similar names. The first name is certain if it is an alias, the
     only name that begins with `name`, or clearly the most similar name.
@@ -317,9 +317,11 @@ def _bare(name: str) -> str:
 def corrected(
     words: Sequence[str], problems: Sequence[Problem], parse: Callable[[list[str]], object]
 ) -> tuple[list[str] | None, list[Problem]]:
-    """Correct a command's words by each problem's `swap`. Return (words, []), or (None, problems without a correction).
+    """Correct the words of a command by the `swap` of each problem. Return (words, []), or (None, problems without a
+    correction).
 
-    Problems with words that a correction added are left out. Words that would have a flag twice are not returned.
+    Problems about words that a correction added are omitted. If a flag would occur twice in the words, the words are
+    not returned.
     """
     line, added = separated(words), set[str]()
     for _ in range(4):  # one correction may show the next problem
@@ -346,7 +348,7 @@ def separated(words: Sequence[str]) -> list[str]:
 
 
 def _swap(line: list[str], old: Sequence[str], new: Sequence[str]) -> bool:
-    """Replace the first `old` in the line by `new`. Return False if there is no `old`."""
+    """Replace the first `old` in the line by `new`. Return False if the line does not contain `old`."""
     size, lower = len(old), [word.lower() for word in old]
     for at in range(len(line)):
         if [word.lower() for word in line[at : at + size]] == lower:
@@ -356,16 +358,18 @@ def _swap(line: list[str], old: Sequence[str], new: Sequence[str]) -> bool:
 
 
 def name_and_value(tokens: Sequence[str], flag: str) -> tuple[str, str]:
-    """Return name and value of an unknown flag. The value is the text after `=`, or else the next token, or else ""."""
+    """Return the name and the value of an unknown flag. The value is the text after `=`, or else the next token, or else ""."""
     name, equals, value = flag.partition("=")
     after = tokens[tokens.index(flag) + 1 :][:1]
     return name, value if equals else "".join(token for token in after if not token.startswith("-"))
 
 
 def renamed(flag: str, names: Collection[str], asked: str = "") -> Problem | None:
-    """Return the `Problem` for an argument that transformers or TRL renamed or removed (`--no-cuda`); else None.
+    """Return the `Problem` for an argument that transformers or TRL renamed or removed (`--no-cuda`); None for other
+    arguments.
 
-    `asked` is the argument's value on the command line or in a file. The fix contains this value if it is still valid.
+    `asked` is the value of the argument on the command line or in a file. The fix contains `asked` if this value is
+    still valid.
     """
     old, typed = _bare(flag), (flag, asked) if asked else (flag,)
     new, value = RENAMED.get(old, ("", ""))
@@ -373,7 +377,7 @@ def renamed(flag: str, names: Collection[str], asked: str = "") -> Problem | Non
         return None
     if new in names:
         if value and asked.lower() in ("false", "no", "0"):
-            return Problem(f"{flag} {asked}: removed", f"--{new} if it is true", "leave it out", (typed, ()))
+            return Problem(f"{flag} {asked}: removed", f"--{new} if it is true", "omit it", (typed, ()))
         word = value or asked
         certain = word and not {*" '/"} & {*word} and (not value or asked.lower() in ("", "true"))
         swap = (typed, (f"--{new}", word)) if certain else None
@@ -381,5 +385,5 @@ def renamed(flag: str, names: Collection[str], asked: str = "") -> Problem | Non
         return Problem(f"{flag}: renamed", expected, f"--{new} {word or 'VALUE'}", swap)
     if fix := REMOVED.get(old):
         expected = "an argument that transformers 5 or TRL 1 has"
-        return Problem(f"{flag}: removed", expected, fix, (typed, ()) if fix.startswith("leave") else None)
+        return Problem(f"{flag}: removed", expected, fix, (typed, ()) if fix.startswith("omit") else None)
     return None

@@ -1,4 +1,4 @@
-"""Cache folders of isotype and Hugging Face's libraries. A temporary folder replaces a folder that is not writable."""
+"""Cache folders of isotype and Hugging Face's libraries. If such a folder is not writable, a temporary folder replaces it."""
 
 import atexit
 import logging
@@ -18,7 +18,7 @@ LIBRARIES = "libraries"
 def default_cache_dir() -> Path:
     """Return the cache folder: `$ISOTYPE_CACHE`, `$XDG_CACHE_HOME/isotype` or `~/.cache/isotype`.
 
-    If it is not writable, log a warning and return a temporary folder for this process and its children.
+    If this folder is not writable, log a warning, and return a temporary folder for this process and its children.
     """
     folder, why = _folder("ISOTYPE_CACHE", "isotype")
     if not why:
@@ -33,10 +33,10 @@ def default_cache_dir() -> Path:
 
 
 def prepare_library_caches() -> None:
-    """Give Hugging Face's libraries a temporary folder if their cache is not writable.
+    """If the cache of Hugging Face's libraries is not writable, set a temporary folder for them.
 
-    Call this before the libraries are imported. Models are still read from a cache that is readable. Data sets and
-    modules are stored in the temporary folder.
+    Call this function before the libraries are imported. Models are still read from a cache that is readable. Data
+    sets and modules are stored in the temporary folder.
     """
     folder, why = _folder("HF_HOME", "huggingface")
     if not why:
@@ -57,7 +57,7 @@ def prepare_library_caches() -> None:
 
 
 def why_unusable(folder: Path) -> str:
-    """Return a clause on why a folder (or its first existing parent) is not writable; "" if it is."""
+    """Return a clause on why a folder (or its first existing parent) is not writable; "" if it is writable."""
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryDirectory(prefix=".isotype-", dir=existing):
@@ -67,7 +67,7 @@ def why_unusable(folder: Path) -> str:
 
 
 def _folder(variable: str, name: str) -> tuple[Path, str]:
-    """Return (folder, reason). The reason says why the folder is not writable; "" if it is."""
+    """Return (folder, reason). Return the folder and the reason why it is not writable; "" if it is writable."""
     chosen = os.environ.get(variable)
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / name
     try:

@@ -1,8 +1,9 @@
-"""Compiles isotype's C++ sources once on each machine. Without a compiler, torch's operators compute the same results.
+"""Compiles isotype's C++ sources once on each machine. Without a compiler, torch's operators compute the same
+results.
 
-The code of a compiled library runs in this process. So isotype loads only this user's libraries, from a folder that
-other users cannot write to. The checksum in a file's name is verified before the library is loaded, because a truncated
-library can kill the process (SIGBUS).
+The code of a compiled library runs in this process. Therefore isotype loads only libraries of this user, from a
+folder that other users cannot write to. The checksum in the name of a file is verified before the library is loaded,
+because a truncated library can end the process (SIGBUS).
 """
 
 import ctypes
@@ -22,12 +23,12 @@ from isotype.core.cache import LIBRARIES, default_cache_dir
 from isotype.core.files import bring_to_disk, wait_for_turn
 
 SWITCH = "ISOTYPE_COMPILE"
-"""Environment variable: with the value 0, no libraries are compiled or loaded."""
+"""Name of an environment variable. With the value 0, no libraries are compiled or loaded."""
 
 logger = logging.getLogger("isotype")
 
 LOCK = "turn.lock"
-"""Lock file in the folder of libraries. A process locks it while the compiler runs, and never removes it."""
+"""Lock file in the folder of libraries. A process locks this file while the compiler runs, and never removes it."""
 
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = (
@@ -45,15 +46,16 @@ _LIMIT = 300.0
 
 
 class NotCompiledError(Exception):
-    """A source could not be compiled or loaded. The message is a clause."""
+    """A source could not be compiled or loaded. The message of the error is a clause."""
 
 
 class RefusedError(NotCompiledError):
-    """The library could have been written by another user."""
+    """Another user could have written the library."""
 
 
 def load_compiled(source: Path, options: Sequence[str], headers: Sequence[Path] = ()) -> ctypes.CDLL:
-    """Load a C++ source's library from the cache folder. If the folder lacks it, compile it first.
+    """Load the library of a C++ source from the cache folder. If the folder does not contain the library, compile it
+    first.
 
     The compiler is `$CXX`, or the first of c++, g++ and clang++ that succeeds. The source includes `headers`.
 
@@ -94,7 +96,7 @@ def find_compilers() -> list[list[str]]:
 
 
 def check_folder() -> None:
-    """Raise `RefusedError` if the folder of libraries exists and is not safe to load from."""
+    """Raise `RefusedError` if the folder of libraries exists, but is not safe to load from."""
     folder = default_cache_dir() / LIBRARIES
     if folder.exists():
         _refuse_others(folder)
@@ -143,12 +145,14 @@ def _refuse_others(path: Path) -> None:
         return  # on Windows the folders of a user are private, and file modes say nothing
     status, user = path.stat(), os.geteuid()  # stat follows links, as the loader does
     if status.st_uid != user:
-        why = f"{path} belongs to user {status.st_uid}, and this is user {user}"
+        why = f"{path} belongs to user {status.st_uid}, but this is user {user}"
     elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         why = f"{path} may be written by other users (mode {stat.S_IMODE(status.st_mode):o})"
     else:
         return
-    _warn(f"{why}: no compiled library is loaded; remove this path, or set ISOTYPE_CACHE to your own folder")
+    _warn(
+        f"{why}, so no compiled library is loaded; remove this path, or set ISOTYPE_CACHE to your own folder"
+    )
     raise RefusedError(why)
 
 
@@ -158,7 +162,7 @@ def _warn(message: str) -> None:
 
 
 def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str], target: Path) -> Path:
-    """Compile a source. Return the library's path: `target` with a checksum at the end of its name."""
+    """Compile a source. Compile a source, and return the path of the library: `target` with a checksum at the end of its name."""
     source, *headers = sources
     includes = sorted({f"-I{header.parent}" for header in headers})
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as folder:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _Item = TypeVar("_Item")
 
 LOG_WIDTH = 110
-"""Width of a log file in columns. With rich's default of 80 columns, every table wraps."""
+"""Width of a log file in columns. With rich's default of 80 columns, every table would be wrapped."""
 
 
 class TerminalConsole(Console):
@@ -44,7 +44,7 @@ class TerminalConsole(Console):
         return super().render_str(shown(text), **options)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
-        """Return rich's status line; its text is not parsed as markup."""
+        """Return rich's status line. Its text is not parsed as markup."""
         return super().status(Text(status) if isinstance(status, str) else status, **options)
 
 
@@ -69,7 +69,7 @@ _AFTER = 3.0
 
 
 class Bar:
-    """A progress bar for `total` items. It appears on standard error after three seconds, in a terminal only."""
+    """A progress bar for `total` items. The bar appears on standard error after three seconds, and only in a terminal."""
 
     def __init__(self, text: str, shown: bool = True) -> None:
         self._console = TerminalConsole(stderr=True)
@@ -103,7 +103,7 @@ class Bar:
 
 
 def with_bar(items: Iterable[_Item], text: str, total: int, shown: bool = True) -> Iterator[_Item]:
-    """Yield the items. A progress bar counts an item when the next one is requested."""
+    """Yield the items. Yield the items with a progress bar. The bar counts an item when the next item is requested."""
     with closing(Bar(text, shown)) as bar:
         bar.total = total
         for item in items:

@@ -19,7 +19,7 @@ _ALIASES: dict[str, torch.dtype] = {
 _WORDS = {name: word for word, name in STORED.items()}
 
 EXACT_INTEGERS = {torch.bfloat16: 256, torch.float16: 2048}
-"""Dtype -> the largest n for which the dtype represents all integers from 0 to n."""
+"""Maps a dtype to the largest n for which the dtype represents all integers from 0 to n."""
 
 HALVES = (torch.bfloat16, torch.float16)
 COMPUTE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, *HALVES)
@@ -27,7 +27,7 @@ FLOATS = frozenset({torch.float64, *COMPUTE_DTYPES, torch.float8_e4m3fn, torch.f
 """Float dtypes that a step may have."""
 
 GGUF_BLOCKS: tuple[str, ...] = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""Block types of the `gguf` library. A block has 32 codes and a float16 scale; types `_1` also have a float16 minimum."""
+"""Block types of the `gguf` library. A block has 32 codes and a float16 scale. Types with `_1` also have a float16 minimum."""
 
 LLAMA_CPP_TYPES: tuple[str, ...] = (
     "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
@@ -40,7 +40,7 @@ GGUF_TYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     **dict.fromkeys((*GGUF_BLOCKS, *LLAMA_CPP_TYPES), torch.float32),
 }
-"""GGUF type of an exported model -> dtype to which the weights are cast before the conversion to this type."""
+"""Maps the GGUF type of an exported model to the dtype to which the weights are cast before the conversion."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -49,7 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return autocast's dtype on a device type; None if autocast is off or the device type is meta."""
+    """Return the dtype of autocast on a device type; None if autocast is off or the device type is meta."""
     # For the meta device, `torch.is_autocast_enabled` raises an error.
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else None
@@ -63,16 +63,16 @@ _INTEGERS = {
     torch.int8: "'Char'",
     torch.uint8: "'Byte'",
 }
-"""Patterns of dtype names in torch's errors on labels, indices, masks and products."""
+"""Patterns of dtype names in torch's errors about labels, indices, masks and products."""
 
 
 def named_integer(message: str, dtypes: Iterable[torch.dtype] = tuple(_INTEGERS)) -> torch.dtype | None:
-    """Return the first of `dtypes` that the message of a torch error names; None if there is none."""
+    """Return the first of `dtypes` that occurs in the message of a torch error; None if there is none."""
     return next((d for d in dtypes if d in _INTEGERS and re.search(_INTEGERS[d], message)), None)
 
 
 class NoAutocast:
-    """Context manager that turns autocast off, faster than `torch.autocast(device, enabled=False)`."""
+    """Context manager that turns autocast off. It is faster than `torch.autocast(device, enabled=False)`."""
 
     __slots__ = ("_device", "_was")
 
@@ -101,17 +101,17 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype:
         expected = "one of float32 (fp32), bfloat16 (bf16), float16 (fp16) or auto"
         stored = ("--quantization", usual_value(str(value)))
         swap = (("--dtype", str(value)), stored) if stored[1] in QUANTIZATIONS else None
-        fix = " ".join(stored) if swap else "give one of these names"
+        fix = " ".join(stored) if swap else "use one of these names"
         raise PrecisionError("unknown dtype", [Problem(f"dtype {value!r}", expected, fix, swap)])
     return dtype
 
 
 def from_safetensors_name(name: str) -> torch.dtype | None:
-    """Return the torch dtype of safetensors' name (`"BF16"`); None if torch has none."""
+    """Return the torch dtype for a name in safetensors (`"BF16"`); None if torch has no such dtype."""
     torch_name = STORED.get(name)
     return None if torch_name is None else getattr(torch, torch_name)
 
 
 def to_safetensors_name(dtype: torch.dtype) -> str:
-    """Return safetensors' name of a dtype (`"BF16"` for `torch.bfloat16`), or torch's name if there is none."""
+    """Return the name of a dtype in safetensors (`"BF16"` for `torch.bfloat16`), or torch's name if there is none."""
     return _WORDS.get(dtype_name(dtype), dtype_name(dtype))

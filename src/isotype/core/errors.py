@@ -1,4 +1,4 @@
-"""Errors that isotype raises on purpose. An error lists all problems: given value, expected value, and a fix."""
+"""Errors that isotype raises on purpose. An error lists all problems, each with the given value, the expected value, and a fix."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Problem:
-    """A given value in the user's words (flag, path, column, dtype), the expected value, and a fix.
+    """A value in the user's words (flag, path, column, dtype), the expected value, and a fix.
 
     Attributes:
-        swap: (words of the command line, words that replace them); None if isotype cannot know the replacement.
+        swap: (words of the command line, words that replace them); None if isotype does not know the replacement.
     """
 
     given: str
@@ -66,7 +66,7 @@ class PrecisionError(IsotypeError):
 
 
 class CheckpointError(IsotypeError):
-    """A checkpoint is missing, incomplete, or has wrong shapes; or a path is no checkpoint."""
+    """A checkpoint is missing, is incomplete, or has wrong shapes; or a path is not a checkpoint."""
 
 
 class DataError(IsotypeError):
@@ -90,7 +90,7 @@ class SaveError(IsotypeError):
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and the exceptions that it was raised from."""
+    """Yield an exception, and the exceptions that caused it."""
     visited: list[BaseException] = []
     while error is not None and error not in visited:
         visited.append(error)
@@ -99,7 +99,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; the class's name if it is empty."""
+    """Return the first line of an error's message; the name of its class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -109,5 +109,5 @@ def error_line(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message on one line; the class's name if it is empty."""
+    """Return the message of an error on one line; the name of its class if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,8 +1,8 @@
 """Atomic writes of files and directories, and locks on them.
 
 Files are written next to their final path, synced to disk and renamed, so that they survive an interrupt or a power
-cut. `write_whole` writes one text. After an interrupt, `recover` completes or undoes the replacement of a directory's
-files: all files are then new, or all are old. Before `recover`, the directory may contain:
+failure. `write_whole` writes one text. After an interrupt, `recover` completes or undoes the replacement of a
+directory's files, so that all files are new, or all are old. Before `recover`, the directory may contain:
 
 - `.isotype-saving/`: files that are being written. `recover` deletes them.
 - `.NAME.isotype-old/`: the complete former NAME, while the new NAME replaces it.
@@ -49,7 +49,7 @@ def fsync_tree(directory: Path) -> None:
 
 
 def create_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Return `folder`. If it is missing, `write` fills a temporary folder, which is renamed. Several processes may call this."""
+    """Return `folder`. Create a missing directory: `write` fills a temporary folder, which is renamed. Several processes may call this at once."""
     if folder.is_dir():
         return folder
     part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
@@ -69,7 +69,7 @@ def create_once(folder: Path, write: Callable[[Path], None]) -> Path:
 def publish_directory(built: Path, final: Path) -> None:
     """Rename the directory `built` to `final`. Delete a former `final`.
 
-    If syncing to disk fails, undo the rename. If this function is interrupted, the complete new directory stays.
+    If syncing to disk fails, undo the rename. If this function is interrupted, the complete new directory remains.
     """
     old = final.with_name(f".{final.name}{_OLD}")
     published = False
@@ -92,7 +92,7 @@ def publish_directory(built: Path, final: Path) -> None:
 
 
 def publish_file(built: Path, final: Path) -> None:
-    """Rename the file `built` to `final`, which must not exist. Undo the rename if syncing to disk fails."""
+    """Rename the file `built` to `final`, which must not exist. If syncing to disk fails, undo the rename."""
     built.rename(final)
     try:
         bring_to_disk(final.parent)
@@ -114,7 +114,7 @@ def publish_files(built: Path, final: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory. Even if the process is killed, `directory` never exists with only a part of its files."""
+    """Delete a directory. Delete a directory. Even if the process is killed, `directory` never exists with only a part of its files."""
     deleted = directory.with_name(f".{directory.name.removeprefix('.')}{_DELETED}")
     if deleted.exists():
         shutil.rmtree(deleted)
@@ -124,7 +124,7 @@ def discard(directory: Path) -> None:
 
 
 def recover(directory: Path) -> None:
-    """Complete or undo the writes that a killed process left in `directory`. No other process may write there meanwhile."""
+    """Complete or undo the writes that a killed process left in `directory`. Meanwhile, no other process may write there."""
     if not directory.is_dir():
         return
     for deleted in directory.glob(f".*{_DELETED}"):
@@ -142,10 +142,10 @@ def recover(directory: Path) -> None:
 
 
 def write_failure(error: BaseException, directory: Path) -> tuple[int | None, str] | None:
-    """Return (errno, the system's message) if `error` means that writing a file below `directory` failed; else None.
+    """Return (errno, message of the system) if `error` means that writing a file below `directory` failed; else None.
 
-    `error` may come from Python, safetensors or `torch.save`. The errno is None if it is unknown. Call this before
-    disk space in `directory` is freed.
+    `error` may come from Python, safetensors or `torch.save`. The errno is None if it is unknown. Call this function
+    before disk space in `directory` is freed.
     """
     for cause in causes(error):
         number = getattr(cause, "errno", None) if isinstance(cause, OSError) else None
@@ -186,7 +186,7 @@ def _raised_by_torch_save(error: BaseException) -> bool:
 
 
 def _probe(directory: Path) -> None:
-    """Write and delete a file of one MiB. Raise OSError if that fails."""
+    """Write and delete a file of one MiB. Raise OSError if writing fails."""
     path = directory / ".probe"
     try:
         with path.open("wb") as file:
@@ -197,7 +197,7 @@ def _probe(directory: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Write a text to a temporary file, and rename it to `path`. Readers see the old text or the whole new text."""
+    """Write a text to a temporary file, and rename it to `path`. Readers see either the old text or the whole new text."""
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -225,13 +225,13 @@ def bring_to_disk(path: Path) -> None:
 
 
 def unused(path: Path) -> Path:
-    """Return `path` if it does not exist; else the first of `NAME-2`, `NAME-3`, … that does not."""
+    """Return `path` if it does not exist, or else the first of `NAME-2`, `NAME-3`, … that does not exist."""
     paths = chain((path,), (path.with_stem(f"{path.stem}-{number}") for number in count(2)))
     return next(candidate for candidate in paths if not candidate.exists())
 
 
 LOCK_FILE = ".isotype-lock"
-"""Lock file in a folder to which a process writes. It is removed when the process ends."""
+"""Name of the lock file in a folder to which a process writes. The file is removed when the process ends."""
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
@@ -240,9 +240,9 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVA
 def only_writer(directory: Path, command: str) -> Iterator[str | None]:
     """Lock `directory` against other processes of isotype.
 
-    Yields None, or a sentence on why locks are not supported. The lock is a `flock`. The kernel releases it when the
-    process ends, even by SIGKILL. On NFS, the lock also excludes other hosts. Another process that tries to lock the
-    directory shows `command` in its error.
+    Yields None, or a sentence that says why locks are not supported. The lock is a `flock`. The kernel releases the
+    lock when the process ends, even by SIGKILL. On NFS, the lock also excludes other hosts. If another process tries
+    to lock the directory, its error shows `command`.
 
     Raises:
         UsageError: another process has locked the directory.
@@ -268,9 +268,9 @@ def only_writer(directory: Path, command: str) -> Iterator[str | None]:
 
 @contextmanager
 def wait_for_turn(path: Path) -> Iterator[bool]:
-    """Wait for an exclusive lock on the file `path` (made if missing), and keep it in the `with` block.
+    """Wait for an exclusive lock on the file `path` (created if missing), and keep the lock in the `with` block.
 
-    Yields False if locks are not supported, so that other processes may run the same code at the same time.
+    Yields False if locks are not supported. Other processes may then run the same code at the same time.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -295,7 +295,7 @@ def directory_lock(directory: Path) -> Iterator[bool]:
 
 
 def remove_abandoned(directories: Iterable[Path]) -> None:
-    """Remove the directories that no running process has locked by `directory_lock`; nothing if locks are not supported."""
+    """Remove the directories that no running process has locked by `directory_lock`. If locks are not supported, remove none."""
     for directory in directories:
         with directory_lock(directory) as locked:
             if locked:
@@ -303,7 +303,7 @@ def remove_abandoned(directories: Iterable[Path]) -> None:
 
 
 def _locked_file(path: Path) -> int | str:
-    """Lock the file `path`. Return its descriptor, or a clause on why locks are not supported."""
+    """Lock the file `path`. Return the descriptor of a locked file, or a clause on why locks are not supported."""
     while True:
         with _refusals(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -327,7 +327,7 @@ def _locked_file(path: Path) -> int | str:
 def _lock(descriptor: int, *, wait: bool = False) -> str | None:
     """Lock an open file or directory. Return None, or a clause on why locks are not supported.
 
-    If another process has the lock: with `wait`, wait until it is released; else raise BlockingIOError.
+    If another process has the lock, wait until it is released (if `wait` is True), or raise BlockingIOError.
     """
     if sys.platform == "win32":
         return "Windows has no flock"
@@ -348,8 +348,8 @@ def _refusals(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{path}: {error.strerror}"
-        expected = "a folder that can be written, with room for the results"
-        fix = "free some room, make the folder writable, or name another folder"
+        expected = "a writable folder, with enough space for the results"
+        fix = "free some space, make the folder writable, or use another folder"
         raise SaveError.of("nothing can be written to the output directory", what, expected, fix) from error
 
 
@@ -368,6 +368,6 @@ def _already_locked(path: Path, holder: bytes) -> UsageError:
         stop = f"wait for that process, or stop it (kill {about['pid']} on {about['host']}; it saves a checkpoint)"
     except (ValueError, KeyError, TypeError):
         pass  # the other process has locked the file and not yet described itself
-    what, fix = f"{path.parent} is written by {who}", f"{stop}, or name another folder"
+    what, fix = f"{who} writes into {path.parent}", f"{stop}, or use another folder"
     headline = "another run writes into the output directory"
-    return UsageError.of(headline, what, "only one run that writes to a folder", fix)
+    return UsageError.of(headline, what, "only one run that writes into a folder", fix)

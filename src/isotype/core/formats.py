@@ -17,10 +17,10 @@ class Format:
     Attributes:
         name: name in `--quantization` and in a policy's layers.
         code: bitsandbytes' name of the code book (`quant_type`), also in files.
-        bits: bits per weight, without the quantization constants.
-            block: number of weights that share a constant; 0 if all weights of a row share one.
-        whole: True if a whole model can have this format, False if only some layers of a model can.
-        fitted: True if the constants are fitted to the layer's inputs (`isotype.model.fitted`).
+        bits: bits per weight, without the quantization constants. block: number of weights that share a constant; 0 if all
+            weights of a row share a constant.
+        whole: True if a whole model can have this format, and False if only some layers of a model can have it.
+        fitted: True if the constants are fitted to the inputs of the layer (`isotype.model.fitted`).
         measured: True if `isotype quality` measures layers in the format.
     """
 
@@ -56,10 +56,10 @@ FITTED: tuple[str, ...] = tuple(form.name for form in _RECORDS if form.fitted)
 """Formats whose constants are fitted to the layer's inputs."""
 
 MXFP4 = "mxfp4"
-"""Format of gpt-oss's experts (an OCP standard): a block has 32 E2M1 codes and a power of two as the scale."""
+"""Format of the experts in gpt-oss (an OCP standard). A block has 32 E2M1 codes and a power of two as the scale."""
 
 MIXED = "mixed"
-"""Quantization that chooses a format for each layer by measured changes of the model's output."""
+"""Quantization that chooses a format for each layer by the measured change of the model's output."""
 
 REQUESTABLE: tuple[str, ...] = (*QUANTIZATIONS, MXFP4)
 """Values of `--quantization` except `mixed`."""
@@ -75,7 +75,7 @@ class Method:
     Attributes:
         name: `quant_method` in config.json.
         dequantized: True if loading dequantizes the weights.
-        in_memory: True if the weights of a model that is already in memory are dequantized, too.
+        in_memory: True if the weights of a model that is already in memory are also dequantized.
     """
 
     name: str
@@ -98,25 +98,27 @@ DEQUANTIZED: tuple[str, ...] = tuple(method.name for method in _METHODS if metho
 
 
 def why_dense(shape: Iterable[int], storage: str) -> str | None:
-    """Return why an expert weight [experts, d1, d2] cannot have a quantization format; None if it can."""
+    """Return the reason why an expert weight [experts, d1, d2] cannot have a quantization format; None if it can."""
     _, *matrix = shape
     block, values = FORMATS[storage].block, math.prod(matrix)
     if block and values % block:
-        return f"an expert has {values:,} values, which is no multiple of the block size {block}"
+        return f"an expert has {values:,} values, which is not a multiple of the block size {block}"
     return None
 
 
 def why_kept(weights: Iterable[tuple[str, Iterable[int]]], storage: str) -> str:
-    """Return why 3-D weights stay in a float dtype in a model that is quantized to `storage`."""
+    """Return the reason why 3-D weights stay in a float dtype in a model that is quantized to `storage`."""
     form = storage if storage in FORMATS else "int8"
     reasons = {why_dense(shape, form) if EXPERT.search(name) else _OTHER for name, shape in weights}
     (reason,) = reasons if len(reasons) == 1 else (None,)
     if reason == _OTHER:
         return f"{storage} {_OTHER}"
-    return reason or "the tool that quantized the model left them out (isotype.load quantizes experts)"
+    return (
+        reason or "the tool that quantized the model did not quantize them (isotype.load quantizes experts)"
+    )
 
 
-_OTHER = "quantizes linear layers and experts only"
+_OTHER = "quantizes only linear layers and experts"
 
 
 STORED: Mapping[str, str] = {
@@ -124,7 +126,7 @@ STORED: Mapping[str, str] = {
     "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
     "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool",
 }  # fmt: skip
-"""Dtype names in headers of safetensors and GGUF -> names of torch dtypes."""
+"""Maps dtype names in headers of safetensors and GGUF to names of torch dtypes."""
 
 
 def is_float(stored: str) -> bool:

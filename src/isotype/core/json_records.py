@@ -19,11 +19,11 @@ Signed = Annotated[int, ("type", "integer")]
 """An integer that may be negative. A plain `int` has minimum 0 in the JSON Schema."""
 
 Names = Mapping[type, str]
-"""Record type -> keys of its JSON object, separated by spaces: `key`, `key=attribute` or `object.key=attribute`."""
+"""Maps a record type to the keys of its JSON object, separated by spaces: `key`, `key=attribute` or `object.key=attribute`."""
 
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 NONFINITE = tuple(_NUMBERS)
-"""Strings that stand for the floats that JSON cannot represent."""
+"""Strings that represent the floats that JSON lacks."""
 
 Record = TypeVar("Record")
 _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
@@ -78,7 +78,7 @@ def encoded(value: Any, names: Names) -> Any:
 
 
 def record_of(text: str, kind: type[Record], version: int) -> Record:
-    """Return the record of type `kind` in a JSON text of `text_of`.
+    """Return the record of type `kind` from a JSON text that `text_of` returned.
 
     Raises:
         FormatVersionError: the text has another format version.

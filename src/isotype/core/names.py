@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def starred(name: str) -> str:
-    """Return a name with `*` for layer numbers and list positions (`layers.0.mlp`, `targets[0]['boxes']`)."""
+    """Return a name in which `*` replaces layer numbers and list positions (`layers.0.mlp`, `targets[0]['boxes']`)."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|(?<=\[)\d+(?=\])", "*", name)
 
 
@@ -27,7 +27,7 @@ def distinct_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def listed(names: Iterable[str], shown: int = 3) -> str:
-    """Return names as `a, b, c and 4 more`; the root module is called `the model`."""
+    """Return names as `a, b, c and 4 more`. The root module is called `the model`."""
     modules = [named(name) for name in names]
     rest = len(modules) - shown
     return ", ".join(modules[:shown]) + (f" and {rest:,} more" if rest > 0 else "")
@@ -43,14 +43,14 @@ _COPIES = re.compile(r"\.(token_adapter|modules_to_save\.default|default)(?=\.|$
 
 
 def plain_name(name: str) -> str:
-    """Return a module's name in the model's source, without the parts of wrappers (PEFT, DDP)."""
+    """Return the name of a module in the source of the model, without the parts of wrappers (PEFT, DDP)."""
     while f"{name}.".startswith(("base_model.model.", "module.")):
         name = f"{name}.".removeprefix("base_model.model.").removeprefix("module.").removesuffix(".")
     return ".".join(part for part in unparametrized(name).split(".") if part not in BETWEEN)
 
 
 def unwrapping(name: str) -> str:
-    """Return advice for a saved tensor whose name contains a model wrapper's name (`module.`); "" for other names."""
+    """Return advice for a saved tensor whose name contains the name of a model wrapper (`module.`); "" for other names."""
     parts = name.split(".")
     part = "module" if parts[0] == "module" else next((part for part in parts if part in WRAPPERS), "")
     again = "save the model inside of the wrapper (accelerator.unwrap_model(model))"
@@ -72,18 +72,18 @@ def base_name(name: str) -> str:
 
 
 def with_parents(module: str) -> tuple[str, ...]:
-    """Return the names of a module and of the modules around it, innermost first; the outermost is ""."""
+    """Return the names of a module and of the modules around it. The innermost is first, and the outermost is ""."""
     parts = module.split(".") if module else []
     return tuple(".".join(parts[:end]) for end in range(len(parts), -1, -1))
 
 
 def in_module(name: str, module: str) -> bool:
-    """Return whether `name` is the name of `module`, or of a module or parameter inside of it."""
+    """Return True if `name` is the name of `module`, or of a module or parameter inside of it."""
     return f"{name}.".startswith(f"{module}.")
 
 
 def names_one_of(name: str, modules: Iterable[str]) -> bool:
-    """Return whether `name` has one of `modules` (names or their ends) as a part, as `modules_to_save` of PEFT does."""
+    """Return True if `name` has one of `modules` (names or their ends) as a part, as `modules_to_save` of PEFT does."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
@@ -138,10 +138,10 @@ _NAMES = ("model.layers.0.self_attn.q_proj", "model.layers.11.mlp.gate_up_proj",
 def pattern_problems(
     patterns: Mapping[str, Iterable[str]], names: Collection[str] = _NAMES
 ) -> Iterator[Problem]:
-    """Yield a problem for each regular expression in `patterns` that is invalid or never stops matching.
+    """Yield a problem for each regular expression in `patterns` that is invalid or takes too long.
 
     Each expression is matched with all names and their beginnings, alone and followed by `!`. With `!`, the match
-    fails, which takes longest.
+    fails, and a failing match takes longest.
     """
     slow: dict[str, str] = {}
     for place, expressions in patterns.items():
@@ -165,7 +165,7 @@ def pattern_problems(
     except subprocess.TimeoutExpired as late:
         pattern = list(slow)[int((late.stdout or b"0").split()[-1])]
         expected = f"an expression that matches names in less than {_SECONDS} seconds"
-        fix = "leave out repeats of repeats, such as (.*)*"
+        fix = "omit repeats of repeats, such as (.*)*"
         yield Problem(f"{slow[pattern]} {pattern!r:.80}", expected, fix)
 
 

@@ -45,7 +45,7 @@ class Schema:
 
 @cache
 def operator_name(func: Any) -> str:
-    """Return an operator's name, `aten.mm.default`, from a cache: torch builds the string again in each call."""
+    """Return the name of an operator, such as `aten.mm.default`. The names are cached, because torch builds the string in each call."""
     return str(func)
 
 
@@ -87,11 +87,11 @@ _INDICES = {
     "one_hot": slice(0, 1),
     "where": slice(0, 1),
 }
-"""Function -> positions of the tensors that must have an integer dtype, or bool for `MASKED` and `where`."""
+"""Maps a function to the positions of the tensors that must have an integer dtype, or bool for `MASKED` and `where`."""
 
 
 def float_indices(op: str, dtypes: Sequence[torch.dtype]) -> tuple[int, ...]:
-    """Return the positions at which a call has a float tensor but needs integers or a mask."""
+    """Return the positions at which a call has a float tensor, but needs integers or a mask."""
     positions = _INDICES.get(op.partition(".")[2].partition(".")[0].removesuffix("_"), slice(0))
     return tuple(at for at in range(len(dtypes))[positions] if dtypes[at].is_floating_point)
 
@@ -99,11 +99,11 @@ def float_indices(op: str, dtypes: Sequence[torch.dtype]) -> tuple[int, ...]:
 _OF_ONE_AXIS = frozenset(
     getattr(torch.ops.aten, name).default for name in ("_log_softmax", "logcumsumexp", "cumsum", "cumprod")
 )
-"""Operators that reduce or accumulate along an axis. The axis is their second argument."""
+"""Operators that reduce or accumulate along an axis. Their second argument is the axis."""
 
 
 def numbers_in(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, float], ...]:
-    """Return (name, value) of a call's Python float arguments, and of the axis of operators in `_OF_ONE_AXIS`."""
+    """Return (name, value) for the Python float arguments of a call, and for the axis of operators in `_OF_ONE_AXIS`."""
     kinds = [*map(type, args), *map(type, kwargs.values())]
     if float not in kinds and func not in _OF_ONE_AXIS:
         return ()  # most calls
@@ -137,7 +137,7 @@ def tensors_of(values: Any) -> Iterator[torch.Tensor]:
 
 
 def given_tensors(args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (`[position]`, tensor) for each tensor in a function's arguments, also in lists and tuples."""
+    """Return (`[position]`, tensor) for each tensor in the arguments of a function, also in lists and tuples."""
     arguments = enumerate(leaves((args, tuple(kwargs.values()))))
     return [(f"[{position}]", leaf) for position, leaf in arguments if isinstance(leaf, torch.Tensor)]
 
@@ -159,8 +159,8 @@ def operator(
 ) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
     """Return a decorator that registers a function as the operator `isotype::…`, without a derivative.
 
-    `fake` is its implementation for fake tensors. A call skips torch's dispatcher, which takes longer than some
-    kernels, unless a dispatch mode or a profiler is active.
+    `fake` is its implementation for fake tensors. A call skips torch's dispatcher, unless a dispatch mode or a
+    profiler is active, because the dispatcher takes longer than some kernels.
     """
 
     def defined(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:

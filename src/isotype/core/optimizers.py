@@ -22,8 +22,8 @@ class NamePart:
 
     Attributes:
         package: import name of the optimizer's package; "" for torch and transformers.
-        state: dtype of the optimizer state. `{}` stands for the dtype of the master weights. If `state` is "", another
-            part of the name decides.
+        state: dtype of the optimizer state. In `state`, `{}` stands for the dtype of the master weights. If `state` is "",
+            another part of the name decides.
         own_kernels: True if the update kernels accept every float dtype.
     """
 
@@ -36,7 +36,7 @@ class NamePart:
 
 _TABLE = table(__file__)
 NAME_PARTS = tuple(NamePart(**part) for part in _TABLE)
-"""Each fact comes from the first matching part that has it: `galore_adamw_8bit` has galore's package and an 8-bit state."""
+"""Each fact comes from the first part of the name that has it: `galore_adamw_8bit` has galore's package and an 8-bit state."""
 
 
 def package_of(name: str) -> str | None:
@@ -45,7 +45,7 @@ def package_of(name: str) -> str | None:
 
 
 def state_of(name: str) -> tuple[str, str] | None:
-    """Return (dtype, description) of an optimizer's state; None for Adam's. `{}` stands for the master weights' dtype."""
+    """Return (dtype, description) of an optimizer's state; None for Adam's. In it, `{}` stands for the master weights' dtype."""
     return next(((part.state, part.why) for part in NAME_PARTS if part.state and part.text in name), None)
 
 
@@ -57,12 +57,12 @@ def has_own_kernels(name: str) -> bool:
 def state_bytes(
     name: str, shape: Sequence[int], itemsize: int = 4, *, float32: bool = False, pages: bool = True
 ) -> int:
-    """Return the bytes of one parameter's states in an optimizer with its own kernels.
+    """Return the bytes of the states of one parameter in an optimizer with its own kernels.
 
     Args:
         itemsize: bytes of an element of the parameter.
         float32: True for parameters (such as embeddings) whose states are neither quantized nor projected.
-        pages: True if the device can move paged states to the CPU's memory. These states do not count.
+        pages: True if the device can move paged states to the memory of the CPU. Such states do not count.
     """
     elements = math.prod(shape)
     moments = next((count for part, count in _MOMENTS.items() if part in name), 2)
@@ -97,22 +97,22 @@ _COPIES: tuple[Mapping[str, float], ...] = (
     {"ademamix": 4, "": 3},
     {"ademamix": 9.25, "rmsprop": 3, "": 5},
 )
-"""For float32 and 8-bit states: part of an optimizer's name -> number of copies of a float32 parameter."""
+"""For float32 and 8-bit states, maps a part of an optimizer's name to the number of copies of a float32 parameter."""
 
 _MOMENTS = {
     "lomo": 0, "adafactor": 0, "schedule_free_sgd": 1, "lion": 1, "rmsprop": 1, "muon": 1, "grok": 3,
     "ademamix": 3,
 }  # fmt: skip
-"""Part of a name -> number of states (and copies of weights) that are as large as the parameter. The default is 2."""
+"""Maps a part of a name to the number of states (and copies of weights) that are as large as the parameter. The default is 2."""
 
 _RANK = 128
-"""Default rank of GaLore's and APOLLO's projections of gradients. The projection matrix takes memory, too."""
+"""Default rank of the projections of gradients in GaLore and APOLLO. The projection matrix also takes memory."""
 
 _PAGED = 100_000
 """Smallest number of elements of a parameter whose states are paged."""
 
 _SMALL = 4096
-"""Parameters with fewer elements than this have float32 states."""
+"""Parameters with fewer elements than this number have float32 states."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -133,19 +133,19 @@ def unknown_optimizer(asked: Any) -> Iterator[Problem]:
     if isinstance(asked, (list, tuple)) and (not asked or len(optimizers_in(asked)) < len(asked)):
         yield Problem("optimizer: a list", "optimizers of torch in the list", "optimizer=[muon, adamw]")
     if isinstance(asked, str) and asked not in OPTIMIZERS and not has_own_kernels(asked):
-        fix = did_you_mean(asked, OPTIMIZERS, "give one of these, or a callable", n=2)
+        fix = did_you_mean(asked, OPTIMIZERS, "use one of these, or a callable", n=2)
         yield Problem(f"optimizer {asked!r}", f"one of {', '.join(OPTIMIZERS)}", fix)
 
 
 def optimizers_in(request: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers in a request, without accelerate's wrappers; () for a name or a callable."""
+    """Return the optimizers in a request, without the wrappers of accelerate; () for a name or a callable."""
     listed = request if isinstance(request, (list, tuple)) else (request,)
     several = (getattr(one, "optimizer", one) for one in listed)
     return tuple(optimizer for optimizer in several if isinstance(optimizer, torch.optim.Optimizer))
 
 
 def class_of(optimizer: Any) -> str:
-    """Return the name of an optimizer's class, after `fused` if its kernels are fused."""
+    """Return the name of an optimizer's class, with `fused` before it if its kernels are fused."""
     fused = any(group.get("fused") for group in getattr(optimizer, "param_groups", ()))
     return "fused " * fused + type(optimizer).__name__
 
@@ -163,7 +163,7 @@ def compensates(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def are_masters(updated: Sequence[torch.Tensor], model: nn.Module) -> bool:
-    """Return whether `updated` may be copies of a model's trainable 16-bit parameters. Flat copies may have padding."""
+    """Return True if `updated` may be copies of a model's trainable 16-bit parameters. Flat copies may have padding."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elements, size = (sum(tensor.numel() for tensor in tensors) for tensors in (trained, updated))
     fits = elements <= size if all(tensor.dim() == 1 for tensor in updated) else elements == size
@@ -190,13 +190,14 @@ def updates_of(request: Any) -> dict[str, tuple[str, float]]:
 
 
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
-"""`names_instead` copies attributes of these types. Attributes of other types may refer to the optimizer's parameters."""
+"""`names_instead` copies attributes of these types. Attributes of other types may refer to the parameters of the optimizer."""
 
 
 def names_instead(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer. Its groups list the names of the model's parameters instead of tensors.
+    """Return a copy of an optimizer that has no tensors. The groups of the copy list the names of the model's
+    parameters.
 
-    `make_optimizer` makes an optimizer for another model from this copy.
+    From this copy, `make_optimizer` makes an optimizer for another model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     copy = object.__new__(type(optimizer))
@@ -213,7 +214,7 @@ _NAMES = "isotype's names"
 
 
 def kernels_of(request: Any) -> str:
-    """Return the name for `state_bytes` of an optimizer with its own kernels; "" if the optimizer's step can be traced."""
+    """Return the name for `state_bytes` of an optimizer with its own kernels; "" if its step can be traced."""
     if isinstance(request, str):
         return "" if request in OPTIMIZERS else request
     kind = type(request)
@@ -228,7 +229,7 @@ def make_optimizer(
     Args:
         request: a name, an optimizer (for its class and settings), or a callable (parameters -> optimizer).
         learning_rate: learning rate if `request` is a name; None for the default.
-        names: parameter names, by which a copied optimizer (`names_instead`) assigns parameters to groups.
+        names: parameter names. A copied optimizer (`names_instead`) assigns parameters to groups by these names.
     """
     if kernels_of(request):
         return "the optimizer has its own kernels"

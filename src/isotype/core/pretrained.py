@@ -1,4 +1,4 @@
-"""Calls `from_pretrained` of transformers and PEFT, and never runs a checkpoint's code."""
+"""Calls `from_pretrained` of transformers and PEFT. The code of a checkpoint is never run."""
 
 import json
 from collections.abc import Iterator
@@ -17,16 +17,17 @@ TOKENIZER_FILES = (
 
 
 def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
-    """Return `kind.from_pretrained(source, …)`. If the files name custom code, transformers' own class is used.
+    """Return `kind.from_pretrained(source, …)`. Call `from_pretrained`. If the files name custom code, transformers'
+    own class is used.
 
     Raises:
-        CheckpointError: only the checkpoint's own code can read its files.
+        CheckpointError: only the code of the checkpoint can read its files.
         UsageError: `trust_remote_code` is True.
         OSError, ValueError: errors of `from_pretrained`.
     """
     if arguments.pop("trust_remote_code", False):
         expected = "a model and a tokenizer that need only the classes of transformers"
-        fix = "leave trust_remote_code out; to use code that you trust, load the model yourself and give the nn.Module"
+        fix = "omit trust_remote_code; to use code that you trust, load the model yourself, and pass the nn.Module"
         raise UsageError.of("code of a checkpoint is not run", "trust_remote_code=True", expected, fix)
     name = str(kind.__name__)
     if automatic := name.startswith("Auto"):
@@ -48,7 +49,7 @@ def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
 def code_named(
     source: Path | str, revision: str | None, files: tuple[str, ...] = TOKENIZER_FILES
 ) -> Iterator[tuple[Path, str, str]]:
-    """Yield (file, key, class) of each custom class that a checkpoint's files name."""
+    """Yield (file, key, class) of each custom class that the files of a checkpoint name."""
     for name in files:
         path = _local(source, name, revision)
         if path is None:

@@ -30,14 +30,14 @@ _STEP = str(PACKAGE / "trace" / "fake" / "step.py")
 
 @cache
 def is_library(filename: str) -> bool:
-    """Return True for files whose lines are not reported: torch's, this package's, and generated code."""
+    """Return True for files whose lines are not reported: those of torch and of this package, and generated code."""
     return filename.startswith((_TORCH, *_OURS, *_NO_FILE))
 
 
 def asking_frame() -> FrameType | None:
-    """Return the innermost frame outside of torch and this package: the frame that called the current operator.
+    """Return the innermost frame outside of torch and this package. This frame called the current operator.
 
-    Return None if a check called the operator and no frame of a model or a script is in between.
+    Return None if a check called the operator, and no frame of a model or a script is in between.
     """
     frame: FrameType | None = frame_above(2)
     while frame is not None and is_library(frame.f_code.co_filename):
@@ -48,7 +48,7 @@ def asking_frame() -> FrameType | None:
 
 
 def is_called_by(package: str) -> bool:
-    """Return whether `asking_frame` called the current operator through code of `package`."""
+    """Return True if `asking_frame` called the current operator through code of `package`."""
     frames = (frame for frame, _ in walk_stack(frame_above(2)))
     libraries = takewhile(lambda frame: is_library(frame.f_code.co_filename), frames)
     return any(frame.f_globals.get("__name__", "").startswith(package) for frame in libraries)
@@ -83,7 +83,7 @@ def tensors_at_hand(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the local variables at an error, and of the weights of the module that raised the error.
 
     If torch raised the error, the local variables of the code that called torch are included. The tensors that the
-    failing line names (`self.cache`, `p.grad`) come first; if they have several dtypes, only they are yielded.
+    failing line names (`self.cache`, `p.grad`) come first. If they have several dtypes, only they are yielded.
     """
     frames = [*reversed([*walk_tb(error.__traceback__)])]
     outside = (step for step in frames if not is_library(step[0].f_code.co_filename))
@@ -123,7 +123,7 @@ def _named_at(frame: FrameType, line: int) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def condition_at(source: str) -> str:
-    """Return the code of the condition under which a line (`file:line`) raises an error; "" if it is not found.
+    """Return the code of the condition under which a line (`file:line`) raises an error; "" if no condition is found.
 
     The condition of an `assert` or `if` is in the same line. The condition of a `raise` is in the line above.
     """

@@ -19,11 +19,12 @@ _HANDLER = "isotype.nearest"
 
 
 class _Lasting:
-    """Standard output or error. After a failure (a full disk, a closed pipe or terminal), writes are ignored.
+    """Standard output or error. A stream. After a failure (a full disk, a closed pipe or terminal), it ignores
+    writes.
 
     Attributes:
         raises: True if the first failed write raises an error.
-        lost: why writing stopped, or None.
+        lost: the reason why writing stopped, or None.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -56,7 +57,7 @@ class _Lasting:
 
 
 def outlive_output(raises: bool) -> None:
-    """Let the process continue if standard output or error can no longer be written.
+    """Let the process continue if standard output or standard error can no longer be written.
 
     If `raises` is True, the first failed write raises an error. Streams of a notebook or a test are not changed.
     """
@@ -77,7 +78,8 @@ def lost_output() -> tuple[str, ...]:
 
 
 def print_the_nearest() -> None:
-    """Replace characters that standard output or error cannot encode by a similar character or `?`.
+    """If standard output or standard error cannot encode a character, replace the character by a similar character or
+    `?`.
 
     Let standard input keep bytes that are not UTF-8 as surrogates, as Python does for file names. See `as_typed`.
     """
@@ -90,7 +92,7 @@ def print_the_nearest() -> None:
 
 
 def shown(text: str) -> str:
-    """Escape control characters (`\\x1b`). A name from a file could otherwise control the terminal."""
+    """Escape control characters (`\\x1b`). Escape control characters in a text, because a name from a file could otherwise control the terminal."""
     if text.isprintable():
         return text
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

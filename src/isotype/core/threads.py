@@ -18,7 +18,7 @@ SMALL = 1 << 22
 
 @contextmanager
 def one_thread(small: bool = True) -> Iterator[None]:
-    """Use one thread in the `with` block if `small` is True: on busy cores, several threads may be slower."""
+    """Use one thread in the `with` block if `small` is True, because several threads may be slower on busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if small else before)
     try:
@@ -28,10 +28,11 @@ def one_thread(small: bool = True) -> Iterator[None]:
 
 
 def undisturbed(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function`, which builds a model, in one thread at a time, and with float32 as torch's default dtype.
+    """Run `function`, which builds a model. Only one thread at a time runs such a function, with float32 as torch's
+    default dtype.
 
-    While transformers builds a model, it changes the default dtype and functions of its classes for all threads. In the
-    default dtype, PEFT draws weights, and bitsandbytes creates its code books.
+    While transformers builds a model, it changes the default dtype and functions of its classes for all threads. PEFT
+    initialises weights, and bitsandbytes creates its code books, in the default dtype.
     """
 
     @functools.wraps(function)

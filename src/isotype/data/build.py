@@ -1,7 +1,7 @@
-"""Check a local or hub data set, then build it in the format that a trainer takes.
+"""Check a local data set or a data set on the hub, and then build it in the format that a trainer accepts.
 
-Every row is checked, and a problem names the line or the row in its file. In a stream, and if token ids are in parquet
-files or data sets of `datasets`, only the first 1000 rows are checked.
+Every row is checked. A problem names the line or the row in its file. Only the first 1000 rows are checked in a
+stream, and if token ids are in parquet files or data sets of `datasets`.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ class Prepared:
     """A checked split: its problems, or else its first row, column types, notes and a function that builds the split.
 
     Attributes:
-        first: first row in the format that the trainer takes.
-        shapes: type of every column, or None if the type is unknown.
-        make: function of (types of the columns, stream) that returns the data set, as a stream if `stream` is True.
+        first: first row in the format that the trainer accepts.
+        shapes: type of every column; None if the type is unknown.
+        make: function of (types of the columns, stream) that returns the data set. The result is a stream if `stream` is True.
     """
 
     problems: Sequence[Problem]
@@ -171,7 +171,7 @@ def _notes(
 
 
 def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
-    """Return a line about .txt files: how they are read, or which images lack a caption. None without .txt files."""
+    """Return a line about .txt files that says how they are read, or which images lack a caption. None without .txt files."""
     texts = [path.name for path in files if path.suffix.lower() == ".txt"]
     if not texts:
         return None
@@ -179,7 +179,7 @@ def _documents_line(files: Sequence[Path], reading: Reading) -> str | None:
         beside = (at for folder in {path.parent for path in files} for at in folder.iterdir())
         pictures = sorted(at for at in beside if at.suffix.lower() in SUFFIXES)
         bare = [at.name for at in pictures if not at.with_suffix(".txt").is_file()]
-        return f"left out {plural(len(bare), 'image')} without a caption: {listed(bare)}" if bare else None
+        return f"omitted {plural(len(bare), 'image')} without a caption: {listed(bare)}" if bare else None
     if reading.lines:
         return f"{listed(texts)}: each line is an example and gets an end token"
     return (
@@ -243,7 +243,7 @@ def _parquet_metadata(path: Path) -> Any:
         metadata = pyarrow.parquet.read_metadata(path) if head else None
     except (pyarrow.ArrowInvalid, OSError) as error:
         why = first_line(error) if head.startswith(b"PAR1") else f"it begins with {head!r}"
-        fix = "write the file again with a parquet library, or give it the right suffix"
+        fix = "write the file again with a parquet library, or rename it with the right suffix"
         return Problem(f"{path.name}: not parquet: {why}", "a parquet file", fix)
     return metadata if metadata is not None and metadata.num_rows else _empty(path.name)
 
@@ -285,7 +285,7 @@ def from_hub(path: str, **arguments: Any) -> Any | Problem:
 
 
 def opened(dataset: Any, parts: Parts, reading: Reading) -> Prepared:
-    """Check the rows of a `datasets` data set, and return the split in the format that the trainer takes."""
+    """Check the rows of a `datasets` data set, and return the split in the format that the trainer accepts."""
     if reading.only is not None:
         dataset = dataset.select_columns([name for name in reading.only if name in dataset.column_names])
     everything = listed(name for name, _ in parts)
@@ -357,7 +357,7 @@ def _retyped(
     """Return a data set whose columns have the types `shapes`. Rows are rewritten only if values or Arrow types change.
 
     Args:
-        reading: the conversion of rows, or None if no row changes.
+        reading: the conversion of rows; None if no row changes.
         names: the columns of the data set (a stream may not know its columns).
     """
     from datasets import Features

@@ -17,7 +17,7 @@ _OTHERS = table(__file__, "names.json")
 OTHER_NAMES: Mapping[str, Mapping[str, list[str]]] = {
     kind: {name: others.split() for name, others in names.items()} for kind, names in _OTHERS.items()
 }
-"""`columns`, `methods` and `speakers` (of ShareGPT) -> {isotype's name: other names that users and data sets write}."""
+"""Maps the keys `columns`, `methods` and `speakers` (of ShareGPT) to {isotype's name: other names in data sets}."""
 
 REFILL = "fill in the column, or remove the example"
 
@@ -64,7 +64,7 @@ def _message_fault(message: Row) -> str | None:
 
 
 def messages_fault(value: object, judge: Callable[[Row], str | None] = _message_fault) -> str | None:
-    """Return the fault of a list of messages, or None. `judge` checks a message (by default, its role and content)."""
+    """Return the fault of a list of messages, or None. `judge` checks a message; by default, its role and content are checked."""
     if not isinstance(value, list) or not value:
         return f"is {describe(value)}"
     for message in value:
@@ -93,7 +93,7 @@ def _ids_fault(value: object) -> str | None:
 
 
 def _fault_unless(*kinds: type) -> Callable[[object], str | None]:
-    """Return a function that returns a value's fault, or None if its type is one of `kinds`. A bool is no int."""
+    """Return a function that returns a value's fault; None if its type is one of `kinds`. A bool does not count as an int."""
     return lambda value: None if type(value) in kinds else f"is {describe(value)}"
 
 
@@ -110,14 +110,16 @@ def _tools_fault(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """A column. `expected` describes valid values, `fault` returns a value's fault or None, and `fix` corrects a fault."""
+    """A column. A column: `expected` describes valid values, `fault` returns the fault of a value or None, and `fix` corrects a fault."""
 
     expected: str
     fault: Callable[[object], str | None]
     fix: str
 
 
-_MESSAGES_FIX = 'write [{"role": "user", "content": "…"}, …]; a CSV cell cannot hold a list, a JSON line can'
+_MESSAGES_FIX = (
+    'write [{"role": "user", "content": "…"}, …]; a CSV cell cannot contain a list, but a JSON line can'
+)
 _TURNS = Column(
     "text, or a list of {role, content} messages",
     lambda value: messages_fault(value) if isinstance(value, list) else _text_fault(value),
@@ -183,7 +185,7 @@ def chat_problems(column: str, value: object) -> Iterator[Problem]:
 
 
 def as_messages(row: Row) -> Row:
-    """Convert the texts in `TURN_COLUMNS` to messages: the user writes prompts, and the assistant writes answers."""
+    """Convert the texts in `TURN_COLUMNS` to messages. The user writes prompts, and the assistant writes answers."""
     roles = {name: "user" if name == "prompt" else "assistant" for name in TURN_COLUMNS}
     return {
         name: [{"role": roles[name], "content": value}] if name in roles and isinstance(value, str) else value
@@ -198,7 +200,7 @@ def mixed_turns(row: Mapping[str, object], names: Sequence[str]) -> Problem | No
     spoken = next(name for name in names if name not in plain)
     what = f"'{plain[0]}' is text but '{spoken}' is a list of messages"
     expected = f"one kind of value in {', '.join(map(repr, names))}"
-    return Problem(what, expected, "write all turns as text, or all as messages")
+    return Problem(what, expected, "write all turns as text, or all turns as messages")
 
 
 LEARNED_MARKS = (
@@ -209,7 +211,7 @@ LEARNED_MARKS = (
 _LEFT_OUT_MARKS = ("mask", "masked")  # torchtune
 _PARTLY = ("train_detail", "training_detail")  # axolotl
 MARKS = (*LEARNED_MARKS, *_LEFT_OUT_MARKS)
-"""Keys of a message that include the message in the loss or exclude the message."""
+"""Keys of a message that include the message in the loss or exclude it."""
 
 # 1, 1.0, 0 and 0.0 are equal to these.
 _YES, _NO = (True, "true", "True", "1"), (False, "false", "False", "0")
@@ -225,7 +227,7 @@ def left_out(message: Mapping[str, Any]) -> bool:
 
 
 def message_problems(row: Row, chats: Sequence[str], method: str, takes_pictures: bool) -> Iterator[Problem]:
-    """Yield problems of each message in a row: wrong values of keys in `MARKS` (loss or no loss), and wrong content."""
+    """Yield the problems of each message in a row: wrong values of keys in `MARKS` (loss or no loss), and wrong content."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             yield from _mark_problems(name, message, method)
@@ -261,13 +263,13 @@ def _part_problem(column: str, part: Mapping[str, Any], takes_pictures: bool) ->
         return Problem(what, "text", "write the content as text, or remove the part")
     if kind == "image" and takes_pictures:
         return None
-    fix = "write the part as text, or remove it: training would not use it"
+    fix = "write the part as text, or remove it, because training would not use it"
     expected = "parts of the types 'text' and 'image'" if takes_pictures else "parts of the type 'text'"
     return Problem(f"{holds} a part of the type '{kind}'", expected, fix)
 
 
 def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -> None:
-    """Count each key that neither isotype nor TRL reads, in the messages of a row and in the messages' parts."""
+    """Count each key in messages and parts of messages that neither isotype nor TRL reads."""
     for name in chats:
         for message in row[name] if isinstance(row[name], list) else ():
             keys.update(("message", key) for key in message.keys() - MESSAGE_KEYS if message[key] is not None)
@@ -277,7 +279,7 @@ def count_keys(row: Row, chats: Sequence[str], keys: Counter[tuple[str, str]]) -
 
 
 def unread_line(source: str, keys: Mapping[tuple[str, str], int], sample: int | None) -> str | None:
-    """Return a line about the unused keys of a data set, or None if all keys are used.
+    """Return a line about the unused keys of a data set; None if all keys are used.
 
     `keys` maps (place, unused key) to a count. A place is "row", "message" or "part". `sample` is the number of counted
     rows, or None for all rows.

@@ -1,6 +1,7 @@
-"""Columns that each trainer accepts, and checks of rows (dicts) against them.
+"""Columns that each trainer accepts, and checks of rows (dicts) against these columns.
 
-The columns are those of `_prepare_dataset` in TRL's trainers. TRL's errors about wrong columns name no line.
+The columns are the same as in `_prepare_dataset` of TRL's trainers. The checks are needed because TRL's errors about
+wrong columns name no line.
 """
 
 import difflib
@@ -43,14 +44,14 @@ def formats_of(method: str, text_field: str) -> tuple[Format, ...]:
 
 
 def matching(columns: Iterable[str], formats: Sequence[Format]) -> Format | None:
-    """Return the first of `formats` that `columns` match, or None."""
+    """Return the first of `formats` that matches `columns`; None if no format matches."""
     present = set(columns)
     fit = (item for item in formats if present.issuperset(item.required))
     return next((item for item in fit if present.isdisjoint(item.excludes)), None)
 
 
 def near(wanted: str, columns: Sequence[str]) -> str | None:
-    """Return the column that means `wanted`: in other capital letters, a synonym or a misspelling; else None."""
+    """Return the column that means `wanted`: it has other capital letters, or is a synonym or a misspelling. Return None without one."""
     by_lower = {name.lower(): name for name in columns}
     for candidate in (wanted, *NEAR_NAMES.get(wanted, ())):
         if candidate in by_lower:
@@ -75,7 +76,7 @@ def _renames(columns: Sequence[str], formats: Sequence[Format]) -> dict[str, str
 
 
 def columns_problem(columns: Sequence[str], method: str, text_field: str = "text") -> Problem | None:
-    """Return the problem of a data set with these `columns` for `method`, or None if TRL accepts the columns."""
+    """Return the problem of a data set with these `columns` for `method`; None if TRL accepts the columns."""
     formats = formats_of(method, text_field)
     if matching(columns, formats):
         return None
@@ -88,9 +89,9 @@ def columns_problem(columns: Sequence[str], method: str, text_field: str = "text
         if "prompt" in renames.values() and {"instruction", "input"} <= set(columns):
             fix += "; join 'instruction' and 'input' first, because 'input' would be lost"
     elif others:
-        fix = f"these columns suit {', '.join(f'isotype {name}' for name in others)}"
+        fix = f"these columns fit {', '.join(f'isotype {name}' for name in others)}"
     elif method == "sft" and "prompt" in columns:
-        fix = "add a column 'completion': TRL expects both 'prompt' and 'completion'"
+        fix = "add a column 'completion', because TRL expects both 'prompt' and 'completion'"
     elif method == "sft":
         fix = f"name the columns: {_named(formats)}; or name the column of the text: --dataset_text_field COLUMN"
     else:
@@ -142,11 +143,11 @@ class Survey:
     """Checks of all rows of a data set for a method, and the results.
 
     Attributes:
-        word: "line" if rows are counted by lines of a file, "row" if rows of a table are counted.
-        cells: True if the rows come from CSV, where a column with several kinds of values is text.
-        findings: maps (source, problem) to line numbers, or to an empty list if the problem concerns the whole source.
+        word: "line" if rows are counted by the lines of a file, and "row" if the rows of a table are counted.
+        cells: True if the rows come from CSV. A CSV column with several kinds of values is text.
+        findings: maps (source, problem) to line numbers. The list is empty if the problem concerns the whole source.
         shapes: type of every column, merged over all rows.
-        first: first row that is an object (valid or not), or None if no row is an object.
+        first: the first row that is an object (valid or not); None if no row is an object.
         keys: maps (place, name of an unused key) to a count. A place is "row", "message" or "part".
     """
 
@@ -168,14 +169,14 @@ class Survey:
             lines.append(line)
 
     def problems(self) -> list[Problem]:
-        """Return the findings as problems that begin with the source and the numbers of lines or rows."""
+        """Return the findings as problems. They begin with the source and the numbers of lines or rows."""
         findings = self.findings.items()
         return [
             replace(p, given=f"{source}{_places(self.word, at)}: {p.given}") for (source, p), at in findings
         ]
 
     def add(self, source: str, line: int, row: object) -> None:
-        """Check a row, or record `row` itself if it is a `Problem`."""
+        """Check a row. If `row` is a `Problem`, record it."""
         self.count += 1
         if isinstance(row, Problem):
             self.note(source, line, row)
@@ -194,7 +195,7 @@ class Survey:
                 count_keys(row, self._chats, self.keys)
 
     def _begin(self, source: str, line: int, row: Row) -> None:
-        """Derive the checks for all rows from the first row, and note a problem of the first row's columns."""
+        """Derive the checks for all rows from the first row, and record a problem if the columns of the first row are wrong."""
         chosen = matching(row, formats_of(self.method.name, self.text_field))
         judged = (*chosen.required, *self.method.optional) if chosen else ()
         known = {**COLUMNS, self.text_field: TEXT} if self.method.name == "sft" else COLUMNS
@@ -224,7 +225,7 @@ class Survey:
             added = [name for name in row if name not in self.first]
             differs = [f"lacks {quoted(lacking)}"] * bool(lacking) + [f"adds {quoted(added)}"] * bool(added)
             expected = f"the columns of {self._place}: {quoted(self.first)}"
-            fix = "give every row the same columns; write null in an optional column without a value"
+            fix = "use the same columns in every row; write null in an optional column without a value"
             yield Problem(f"the row {' and '.join(differs)}", expected, fix)
             return
         faults = [
@@ -249,7 +250,7 @@ class Survey:
             yield mixed
         elif self._turns and isinstance(row[self._turns[0]], str) != self._plain:
             kind, first = ("messages", "text") if self._plain else ("text", "messages")
-            expected, fix = f"{first}, as on {self._place}", "write all rows as text, or all as messages"
+            expected, fix = f"{first}, as on {self._place}", "write all rows as text, or all rows as messages"
             yield Problem(f"{kind} in {quoted(self._turns)}", expected, fix)
 
     def _merge_types(self, row: Row) -> Iterator[Problem]:

@@ -1,8 +1,8 @@
 """The data set `embedded:shapes`: drawn images of shapes, with questions about their colour, form or number.
 
-An image has nine cells, and one to four cells contain a shape. All shapes in an image have the same form and colour.
-One sixth of the combinations of number, colour and form is only in the test split. The images are the same on every
-machine: the seed is fixed, shapes are drawn in whole pixels, and no font is used.
+An image has nine cells, and one to four of them contain a shape. All shapes in an image have the same form and
+colour. One sixth of the combinations of number, colour and form is only in the test split. The images are the same on
+every machine, because the seed is fixed, shapes are drawn in whole pixels, and no font is used.
 """
 
 import json
@@ -45,7 +45,7 @@ class Content:
 
     @property
     def words(self) -> str:
-        """The content of an image in words: `three red circles`."""
+        """The content of an image as text: `three red circles`."""
         return f"{NUMBERS[self.number - 1]} {self.colour} {self.forms}"
 
     @property
@@ -64,7 +64,7 @@ HELD_BACK = frozenset(
 
 
 def draw(content: Content, rng: random.Random) -> Any:
-    """Return an image as uint8 pixels [SIDE, SIDE, 3]. `rng` determines the positions and sizes of its shapes."""
+    """Return an image as uint8 pixels [SIDE, SIDE, 3]. The generator `rng` determines the positions and sizes of the shapes."""
     pixels = numpy.full((SIDE, SIDE, 3), rng.randrange(225, 256), numpy.uint8)
     for cell in rng.sample(range(9), content.number):
         y, x = numpy.mgrid[0:SIDE, 0:SIDE] + 0.5
@@ -102,7 +102,7 @@ def rows(split: str) -> Iterator[tuple[Content, Any, str, str]]:
 
 
 def shapes_folder() -> Path:
-    """Return the folder of the data set. The first call draws the images, or raises DataError if pillow is missing."""
+    """Return the folder of the data set. The first call draws the images. It raises DataError if pillow is missing."""
     return create_once(default_cache_dir() / f"{NAME}-{_VERSION}", _write_splits)
 
 

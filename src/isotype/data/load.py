@@ -1,10 +1,10 @@
-"""Find the data set of a training command, check it before a model is loaded, then build it.
+"""Find the data set of a training command, check it before a model is loaded, and then build it.
 
 `--dataset_name` is a local file or directory, `embedded:NAME` for a data set of the package, or a hub id. A name is not
-looked up on the hub if it is an existing path or cannot be a hub id. No code of a data set is executed.
+looked up on the hub if it is an existing path, or cannot be a hub id. No code of a data set is executed.
 
-In a directory, a file's split (train, validation, test or a synonym) is read from the name of the file or its folder.
-If only some file names contain a split, each other file becomes a split with the file's name.
+In a directory, the split of a file (train, validation, test or a synonym) is read from the name of the file or of its
+folder. If only some file names contain a split, each of the other files becomes a split with the name of the file.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def load_training_data(
     need_test: bool,
     say: Callable[[str], object] = logger.info,
 ) -> DatasetDict | IterableDatasetDict:
-    """Return the training split that the arguments name and, if `need_test` is True, the evaluation split.
+    """Return the training split that the arguments name. If `need_test` is True, also return the evaluation split.
 
     Args:
         script_args: `trl.ScriptArguments` (or a subclass).
-        dataset_args: `trl.DatasetMixtureConfig` or None. As in TRL, its `datasets` replace `dataset_name`.
-        say: function that prints a line about the data for the user.
+        dataset_args: `trl.DatasetMixtureConfig` or None. As in TRL, `script_args.datasets` replaces `dataset_name`.
+        say: function that prints a line about the data.
 
     Raises:
-        DataError: the data set cannot be trained on. The error describes up to ten problems and counts the others.
+        DataError: the data set cannot be trained on. The error describes up to ten problems, and counts the others.
     """
     from datasets import DatasetDict, IterableDatasetDict
 
@@ -70,7 +70,9 @@ def load_training_data(
     if local is not None and config:
         flags = f"--dataset_config '{config}' with the local data set '{name}'"
         fix = "name the file or the folder itself in --dataset_name"
-        raise data_error(name, [Problem(flags, "no --dataset_config, which is only for hub data sets", fix)])
+        raise data_error(
+            name, [Problem(flags, "no --dataset_config, because it is only for data sets on the hub", fix)]
+        )
     splits = local.splits if local is not None else _hub_splits(name, config, streaming)
     problems = splits_problems(name, splits, wanted)
     prepared: dict[str, Prepared] = {}
@@ -91,12 +93,12 @@ def load_training_data(
 
 
 _BUILDERS = re.compile("arrow|audiofolder|csv|imagefolder|json|pandas|parquet|text|webdataset|xml")
-"""Names of file formats. For these names, `datasets.load_dataset` reads the working folder's files, not the hub."""
+"""Names of file formats. For these names, `datasets.load_dataset` reads the files of the working folder, and not the hub."""
 
 
 def _hub_splits(name: str, config: str | None, streaming: bool) -> Mapping[str, Any]:
     if _BUILDERS.fullmatch(name):
-        what = f"'{name}' is a format of `datasets`, and all its files below the working folder would be read"
+        what = f"'{name}' is a format of `datasets`, so all its files below the working folder would be read"
         raise data_error(name, [Problem(what, "a file, a folder or a hub id", "--dataset_name train.jsonl")])
     loaded: Mapping[str, Any] | Problem = from_hub(name, name=config, streaming=streaming)
     if isinstance(loaded, Problem):
@@ -105,11 +107,11 @@ def _hub_splits(name: str, config: str | None, streaming: bool) -> Mapping[str, 
 
 
 _READ_BYTES = 1 << 27
-"""Maximum number of bytes to read for a fingerprint. Only every n-th row of a larger data set is read."""
+"""Maximum number of bytes to read for a fingerprint. Of a larger data set, only every n-th row is read."""
 
 
 def fingerprint_of_rows(rows: Any) -> str | None:
-    """Return the number of rows and a hash of their content, the same on all machines; None for a stream."""
+    """Return the number of rows and a hash of their content, which is the same on all machines; None for a stream."""
     if not hasattr(rows, "__len__"):
         return None
     count = len(rows)
@@ -126,7 +128,7 @@ def fingerprint_of_rows(rows: Any) -> str | None:
 
 
 def _without_paths(row: Row) -> Row:
-    """Return the row with images as file names and sizes, because their paths differ between machines."""
+    """Return the row with file names and sizes in place of images, because the paths of images differ between machines."""
     places: list[object] = []
     for picture in pictures_in(row):
         path = None if picture.get("bytes") is not None else Path(picture["path"])

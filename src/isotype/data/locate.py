@@ -44,7 +44,7 @@ class LocalData:
     """A data set on this machine.
 
     Attributes:
-        splits: maps a split to its files, or to its directory if `saved` is True.
+        splits: maps a split to its files. If `saved` is True, maps a split to its directory.
         saved: True if `save_to_disk` wrote the data set.
         folder: the directory of the data set, or None for a file or an embedded data set.
     """
@@ -55,7 +55,7 @@ class LocalData:
     folder: Path | None = None
 
     def unread(self, wanted: Collection[str]) -> str | None:
-        """Return a line that lists unread data files, in other splits or in inner folders; None without such files."""
+        """Return a line that lists data files that are not read, in other splits or in inner folders; None without such files."""
         if self.folder is None:
             return None
         others = [path for split, paths in self.splits.items() if split not in wanted for path in paths]
@@ -75,7 +75,7 @@ def embedded_root() -> Path:
 
 
 def looks_like_path(name: str) -> bool:
-    """Return True if `name`, which is not an existing path, can only be a path, not a hub id (`owner/name`)."""
+    """Return True if `name`, which is not an existing path, cannot be a hub id (`owner/name`)."""
     suffix = Path(name).suffix
     separators = name.count("/") + name.count("\\")
     return (
@@ -104,7 +104,7 @@ def find_local(name: str, test_split: str = "test") -> LocalData | None:
 
 
 def _mode(path: Path) -> int | Problem | None:
-    """Return the mode of a file or directory; None if `path` does not exist; else the problem of an unusable `path`."""
+    """Return the mode of a file or directory, the problem of an unusable `path`, or None if `path` does not exist."""
     expected = "a file or a directory"
     try:
         mode = path.stat().st_mode
@@ -121,13 +121,13 @@ def _mode(path: Path) -> int | Problem | None:
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return mode
     kind = _SPECIAL.get(stat.S_IFMT(mode), "no file")
-    fix = "write the data into a file first: a run reads it several times"
+    fix = "write the data into a file first, because a run reads the data several times"
     return Problem(f"'{path}' is {kind}", expected, fix)
 
 
 def _missing(path: Path) -> Problem:
     missing, expected = f"there is no file or directory '{path}'", "a file or directory that exists"
-    fix = f"'{path.parent}' does not exist either: check the beginning of the path"
+    fix = f"'{path.parent}' does not exist either, so check the beginning of the path"
     if path.parent.is_dir():
         names = sorted(item.name for item in path.parent.iterdir() if not item.name.startswith("."))
         holds = f"'{path.parent}' holds {quoted(names)}"
@@ -155,7 +155,7 @@ def _find_file(name: str, path: Path, test_split: str) -> LocalData:
     if path.suffix.lower() not in _SUFFIXES:
         unpack = path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
         fix = "unpack the file first" if unpack else "convert the file to JSON lines or parquet"
-        file = f"'{path.name}' is not a kind of file that is read"
+        file = f"isotype does not read this kind of file: '{path.name}'"
         raise data_error(name, [Problem(file, f"a file ending in {', '.join(_SUFFIXES)}", fix)])
     splits = {"train": (path,)}
     siblings = [
@@ -201,12 +201,12 @@ def _find_in_directory(name: str, folder: Path) -> LocalData:
 
 
 def is_data_file(path: Path) -> bool:
-    """Return True if isotype reads files with this name as data. The file need not exist."""
+    """Return True if isotype reads files with this name as data. The file does not have to exist."""
     return path.suffix.lower() in _SUFFIXES and path.name not in _NOT_DATA
 
 
 def _data_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the data files in `paths`. Raise DataError if a file is unusable, such as a pipe or a broken link."""
+    """Return the data files in `paths`. Raise DataError if a file cannot be used, such as a pipe or a broken link."""
     data = filter(is_data_file, paths)
     named = sorted(f for f in data if not any(part.startswith(".") for part in (f.name, f.parent.name)))
     modes = {path: _mode(path) for path in named}

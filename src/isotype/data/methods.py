@@ -15,7 +15,7 @@ Loss = Literal[
     "unpaired",  # from log-probabilities of labelled completions, compared with a reference model
     "policy",  # from rewards of completions that the model generates
 ]
-"""Kind of loss. `isotype.train.preflight.synthetic.LOSSES` computes each kind without a data set."""
+"""Kind of loss. `isotype.train.preflight.synthetic.LOSSES` computes each kind of loss without a data set."""
 
 Reference = Literal[
     "none",
@@ -48,15 +48,16 @@ class Method:
         name: name of isotype's command and of TRL's script module.
         title: description in `isotype --help`.
         trainer: name of the trainer class in `trl`.
-        formats: accepted sets of columns, in TRL's order of preference. KTOTrainer splits a pair into two completions.
+        formats: accepted sets of columns, in the order in which TRL prefers them. KTOTrainer splits a preference pair into two
+            completions.
         optional: columns with a special meaning. Other columns are allowed: GRPO and RLOO pass other columns to the reward
             functions, and the other trainers ignore other columns.
         task_type: PEFT's task type. For some task types, PEFT also trains the model's head.
-        auto_class: name of transformers' auto class, or None for the class that the config names.
+        auto_class: name of an auto class of transformers; None for the class that the config names.
         reference: condition under which the loss needs a reference model (evaluated by `compares`).
         always_copies: True if TRL adds a second adapter for the reference even if the loss needs no reference.
         dropped: beginning of the reason for dropped rows, before `max_length N`; "" if the trainer drops no rows.
-        fused_head: True if the trainer takes log-probabilities from TRL's fused head and never reads logits.
+        fused_head: True if the trainer gets log-probabilities from TRL's fused head, and never reads logits.
     """
 
     name: str
@@ -90,7 +91,7 @@ class Method:
         return getattr(import_module("trl"), self.trainer)
 
     def load_arguments(self) -> dict[str, Any]:
-        """Return the arguments with which the model is created. `model_class` None stands for the class in the config."""
+        """Return the arguments with which the model is created. If `model_class` is None, the class in the config is used."""
         transformers = import_module("transformers")
         model_class = getattr(transformers, self.auto_class) if self.auto_class else None
         return {"model_class": model_class, **dict(self.model_kwargs)}

@@ -23,7 +23,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class _Part:
-    """An entry of a mixture. `splits` has (name, checked split) for each split of the entry."""
+    """An entry of a mixture. The field `splits` contains (name, checked split) for each split of the entry."""
 
     entry: Any
     splits: Sequence[tuple[str, Prepared]]
@@ -45,7 +45,7 @@ def load_mixture(
 
     if args.streaming and args.test_split_size is not None:
         conflict = f"--test_split_size {args.test_split_size} with a streamed mixture"
-        fix = "leave out --streaming or --test_split_size"
+        fix = "omit --streaming or --test_split_size"
         raise data_error("datasets", [Problem(conflict, "a mixture of known size, which can be split", fix)])
     if len(wanted) > 1 and args.test_split_size is None:
         conflict = "evaluation is on and the mixture has no test split"
@@ -59,7 +59,7 @@ def load_mixture(
         whole = datasets.concatenate_datasets(_shares(args, _aligned(parts, reading, args.streaming)))
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         named = quoted(entry.path for entry in args.datasets)
-        fix = "check each entry's path, split, columns and fraction; without the hub, name local files"
+        fix = "check the path, split, columns and fraction of each entry; without the hub, name local files"
         failure = f"the mixture of {named} cannot be built: {first_line(error)}"
         raise data_error("datasets", [Problem(failure, "entries that can be joined", fix)]) from error
     if args.test_split_size is not None:
@@ -101,7 +101,7 @@ def _valid(parts: list[_Part]) -> list[_Part]:
 def _of_one_form(
     parts: list[_Part], reading: Reading, streaming: bool, say: Callable[[str], object]
 ) -> list[_Part]:
-    """Convert parts of different formats to one: texts become messages, or prompts with completions become chats."""
+    """Convert parts of different formats to the same format. Texts become messages, or prompts with completions become chats."""
     formats = formats_of(reading.method, reading.text_field)
     forms: list[tuple[_Part, tuple[str, ...], bool]] = []
     for part in parts:
@@ -129,7 +129,7 @@ def _of_one_form(
         for part, names, plain in forms
     )
     expected = "data sets of the same format (sft can also mix conversations with prompts and completions)"
-    fix = "train on the data sets one after the other, or rename an entry's columns with `columns`: {prompt: question, completion: answer}"
+    fix = "train on one data set after the other, or rename the columns of an entry with `columns`: {prompt: question, completion: answer}"
     raise data_error("datasets", [Problem(formats_of_parts, expected, fix)])
 
 
@@ -156,9 +156,9 @@ def _aligned(parts: Sequence[_Part], reading: Reading, streaming: bool) -> list[
 def _typed(stream: Any) -> Any:
     """Return the stream with rows that `datasets` converts to the column types, even after `concatenate_datasets`.
 
-    A concatenation of streams converts all rows if the first stream does, else none (`is_typed` in
-    https://github.com/huggingface/datasets/blob/5.2.0/src/datasets/iterable_dataset.py). Without conversion, messages
-    would stay JSON texts.
+    A concatenation of streams converts all rows if the first stream does, and else no row (`is_typed` in
+    https://github.com/huggingface/datasets/blob/5.2.0/src/datasets/iterable_dataset.py). Without this conversion,
+    messages would stay JSON texts.
     """
     return stream if stream.features is None else undecoded(stream).map(dict, features=stream.features)
 
@@ -178,7 +178,7 @@ def _piece(name: str, item: Prepared, shapes: dict[str, Shape], used: set[str] |
 
 
 def _shares(args: Any, built: list[Any]) -> list[Any]:
-    """Return the first rows of each data set, in numbers that are proportional to the `fraction` of its entry."""
+    """Return the first rows of each data set. Their numbers are proportional to the `fraction` of each entry."""
     fractions = [entry.fraction for entry in args.datasets]
     if all(fraction is None for fraction in fractions):
         return built

@@ -1,4 +1,4 @@
-"""Images in rows of a data set: where they are stored, and checks of their files before training."""
+"""Images in the rows of a data set: where they are stored, and checks of their files before training."""
 
 import base64
 import binascii
@@ -21,7 +21,7 @@ NEEDS_PILLOW = Problem(
     "pillow, which reads images",
     "pip install 'isotype[vision]'",
 )
-_READABLE = "an image that can be read"
+_READABLE = "a readable image"
 _FIX = "correct the path, or write the file again"
 _FORMS = "a path, base64 text, a data URL, or {bytes, path}"
 _SHORTEST = 32
@@ -38,7 +38,7 @@ def stored(value: Any, folder: Path | None = None) -> Stored | Problem:
 
     Args:
         value: a path, base64 text, a data URL, a `file://` URL, bytes, or an object with one of these.
-        folder: folder to which paths are relative. A path that does not exist there is relative to the working directory.
+        folder: folder to which paths are relative. If a path does not exist there, it is relative to the working directory.
     """
     if isinstance(value, Mapping):
         return _of_object(value, folder)
@@ -85,7 +85,7 @@ def _short(value: str, most: int = 80) -> str:
 
 
 def picture_problem(picture: Stored, *, whole: bool = False) -> Problem | None:
-    """Return the problem of an unreadable image, or None. Only the header is read, unless `whole` is True."""
+    """Return the problem of an unreadable image, or None. Unless `whole` is True, only the header is read."""
     size = _read(picture, methodcaller("load" if whole else "verify"))
     return size if isinstance(size, Problem) else None
 

@@ -1,8 +1,10 @@
-"""Move the images of a row into one column `images`. A message marks each image's place by a part `{"type": "image"}`.
+"""Move the images of a row into one column `images`. A part `{"type": "image"}` in a message marks the place of each
+image.
 
 The input has one of these formats:
 
-- TRL: a column of images, and image parts in messages. Without image parts, the images precede the first question.
+- TRL: a column of images, and image parts in messages. Without image parts, the images come before the first
+  question.
 - OpenAI and axolotl: messages that contain the images.
 - LLaVA, LLaMA-Factory and ms-swift: a column of images, and `<image>` in texts.
 - A folder of images: a column of images, and captions as texts.
@@ -39,8 +41,8 @@ _FIX = 'write {"type": "image"} or <image> for each image in the column \'images
 def with_places(row: Row, folder: Path | None, *, pictured: bool) -> Row | Problem:
     """Return the row with its images in `images` and an image part for each image, or the problem with the row.
 
-    A row without images is returned unchanged. In a row with images, texts become messages, unless a text contains a
-    model's image tokens, such as `<|image|>`.
+    A row without images is returned unchanged. In a row with images, texts become messages, unless a text contains
+    image tokens of a model, such as `<|image|>`.
 
     Args:
         folder: folder to which paths of images are relative, or None for a data set of `datasets`.
@@ -88,9 +90,10 @@ def _named_otherwise(row: Row) -> str:
 
 
 def _placed(turn: Mapping[str, Any], marked: bool, places: list[Row]) -> Mapping[str, Any]:
-    """Return a message with an image part for each image and, if `marked`, for each `<image>` in its text.
+    """Return a message with an image part for each image. If `marked` is True, each `<image>` in the text also
+    becomes an image part.
 
-    The image of each part is appended to `places`, or {} if the part has none.
+    The image of each part is appended to `places`. If a part has no image, {} is appended.
     """
     content = turn.get("content")
     if isinstance(content, str) and marked and "<image>" in content:
@@ -130,7 +133,7 @@ def _split(content: str) -> list[Any]:
 
 
 def in_parts(turn: Any) -> Any:
-    """Return a user's message with its text as a list of one part. Return any other message unchanged."""
+    """Return a user's message with its text as a list of one part. Return all other messages unchanged."""
     content = turn.get("content")
     if turn.get("role") != "user" or not isinstance(content, str):
         return turn
@@ -152,8 +155,8 @@ def alike_at_start(first: Sequence[Any], second: Sequence[Any]) -> int:
 def _spoken(row: Row, pictured: bool) -> Row | Problem:
     """Return the row as conversations, or the problem with the row. `pictured` is True if the row has images.
 
-    Texts become messages. A caption becomes the answer to `QUESTION`. The common first messages of `chosen` and `rejected`
-    become the prompt.
+    Texts become messages. A caption becomes the answer to `QUESTION`. If `chosen` and `rejected` begin with the same
+    messages, these messages become the prompt.
     """
     name = next((name for name in CAPTIONS if name in row), None)
     if name is not None and row.keys().isdisjoint(CHATS) and isinstance(row[name], str):

@@ -23,10 +23,11 @@ OPTIONAL_SOURCES = frozenset({"input"})  # Alpaca's rows may lack this column
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """Maps columns of the data set to the columns that a trainer takes.
+    """Maps the columns of the data set to the columns that a trainer accepts.
 
     Attributes:
-        targets: pairs (trainer's column, the data set's columns). Blank lines join the non-empty texts of several columns.
+        targets: pairs (column of the trainer, columns of the data set). If there are several columns, their non-empty texts are
+            joined by blank lines.
         origin: argument or file in which the user named the columns.
     """
 
@@ -54,7 +55,7 @@ class ColumnMap:
                 return Problem(
                     f"{self.origin} renames {sources} to '{target}', but the data has another column '{target}'",
                     "different names for the columns",
-                    f"to keep both, rename the data's column too: add other={target}; to train on the data's '{target}', remove {target}={names[0]}",
+                    f"to keep both, also rename the column of the data: add other={target}; to train on the data's '{target}', remove {target}={names[0]}",
                 )
             texts = (str(row[name]) for name in names if row.get(name) not in (None, ""))
             mapped[target] = row[names[0]] if len(names) == 1 else "\n\n".join(texts)
@@ -62,10 +63,10 @@ class ColumnMap:
 
 
 def parse_columns(value: object, origin: str = "--columns") -> ColumnMap | None:
-    """Parse a map from the trainer's columns to the columns of the data set; return None for None.
+    """Parse a map from the columns of the trainer to the columns of the data set; return None for None.
 
-    `value` is the name of a preset, a text such as `prompt=question,completion=answer`, or a dict. Raise DataError if it
-    has another form.
+    `value` is the name of a preset, a text such as `prompt=question,completion=answer`, or a dict. Raise DataError if
+    `value` has another form.
     """
     if value is None:
         return None
@@ -86,7 +87,7 @@ def parse_columns(value: object, origin: str = "--columns") -> ColumnMap | None:
         )
         raise DataError.of("the columns cannot be parsed", f"{origin}: {value}", expected, fix)
     if len(dict(targets)) < len(targets):
-        expected, fix = "each of the trainer's columns once", "remove one of the pairs"
+        expected, fix = "each column of the trainer once", "remove one of the pairs"
         raise DataError.of("two columns would become one", f"{origin}: {value}", expected, fix)
     return ColumnMap(targets, origin)
 
@@ -96,14 +97,14 @@ class Reading:
     """The conversion of all rows of a data set for a training method.
 
     Attributes:
-        only: the columns of the data set that are read, or None for all.
+        only: the columns of the data set that are read; None for all columns.
         text_field: name of SFT's plain text column.
-        columns: map from the data set's columns to the trainer's columns, or None if no column is renamed.
+        columns: map from the columns of the data set to the columns of the trainer; None if no column is renamed.
         chat: True if plain text becomes messages (see `as_messages`).
         joined: True if prompt and completion become the column `messages`. Columns in `CHAT_COLUMNS` are also kept.
         prompts: True if the loss includes prompt tokens (`--completion_only_loss False`).
         lines: True if each line of a .txt file is an example, False if the whole file is one example.
-        pictured: True if rows without images take the format of rows with images.
+        pictured: True if rows without images get the format of rows with images.
     """
 
     method: str
@@ -127,7 +128,7 @@ class Reading:
         return CHATS | sources | {"system", *TOKEN_COLUMNS} | pictures
 
     def apply(self, row: Row, names: Counter[str] | None = None, folder: Path | None = None) -> Row | Problem:
-        """Return the row in the format that the trainer takes, or the problem with the row.
+        """Return the row in the format that the trainer accepts, or the problem with the row.
 
         Args:
             names: counter for the speakers of {from, value} messages (see `standard_chats`), or None.

@@ -25,7 +25,7 @@ from isotype.data.reading import Reading
 Record = tuple[int, Any]
 
 LONGEST_LINE = 1 << 28
-"""Maximum bytes in a line. To tokenize a text, a tokenizer needs about a hundred times as much memory as the text."""
+"""Maximum bytes in a line. A tokenizer needs about a hundred times as much memory as the text."""
 _FEW_NULS = 1 << 12
 _WHOLE = (".json",)  # suffixes of files whose lines are not examples
 _NO_TEXT_FIX = "save the file in UTF-8; to convert UTF-16 without a byte order mark: iconv -f UTF-16LE -t UTF-8 OLD > NEW"
@@ -36,7 +36,7 @@ _KINDS = (
     (b"\xfd7zXZ\0", "an xz archive", _UNPACK.format("unxz -c")),
     (b"\x28\xb5\x2f\xfd", "a zstandard archive", _UNPACK.format("zstd -dc")),
     (b"PK\x03\x04", "a zip archive", _UNPACK.format("unzip -p")),
-    (b"PAR1", "a parquet file", "give the file the suffix .parquet"),
+    (b"PAR1", "a parquet file", "rename the file with the suffix .parquet"),
     (b"ARROW1", "an Arrow file", "convert the file to parquet"),
     (b"SQLite format 3\0", "a SQLite database", "write the rows as JSON lines"),
     (b"\x89HDF\r\n", "an HDF5 file", "write the rows as JSON lines"),
@@ -86,7 +86,9 @@ def _other_kind(raw: bytes) -> Problem | None:
 
 
 def unreadable(error: OSError) -> Problem:
-    return Problem(f"cannot be read: {error.strerror}", "a file that you may read", "check its permissions")
+    return Problem(
+        f"cannot be read: {error.strerror}", "a file that you are allowed to read", "check its permissions"
+    )
 
 
 def _not_utf8(offset: int, byte: int, guess: str) -> Problem:
@@ -131,7 +133,7 @@ def _not_json(text: str, error: ValueError | RecursionError, expected: str) -> P
 
 
 def _lone_surrogate(text: str, value: object) -> Problem | None:
-    """Return a problem if a text contains a lone surrogate (half of a character that UTF-8 cannot encode), else None."""
+    """Return a problem if a text contains a lone surrogate, which is half of a character and cannot be encoded in UTF-8; else None."""
     if "\\ud" not in text and "\\uD" not in text:
         return None
     try:
@@ -143,7 +145,7 @@ def _lone_surrogate(text: str, value: object) -> Problem | None:
 
 
 def read_json(path: Path) -> Iterator[Record]:
-    """Yield the JSON objects of a file. A file that begins with `[` is an array; otherwise, each line is an object."""
+    """Yield the JSON objects of a file. A file that begins with `[` is an array. In other files, each line is an object."""
     with path.open(encoding="utf-8-sig", newline="\n") as file:
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip(_BLANK))
         first = next(lines, None)
@@ -166,7 +168,7 @@ def _json_line(line: str) -> Any:
     except (ValueError, RecursionError) as error:
         if line.strip(_BLANK) == "{":
             fix = "write each object on one line, or all objects in one array: [{…}, {…}]"
-            return Problem("the object has several lines", "one JSON object per line", fix)
+            return Problem("the object extends over several lines", "one JSON object per line", fix)
         return _not_json(line, error, "one JSON object per line")
 
 
@@ -194,7 +196,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
-    """Yield the rows of a CSV file. All cells are text. A row of several lines has the number of its first line."""
+    """Yield the rows of a CSV file. All cells are text. A row that extends over several lines has the number of its first line."""
     # By default a cell has at most 131072 characters in the whole process; a book is longer.
     csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -226,7 +228,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
 
 
 def read_text(path: Path, lines: bool = False) -> Iterator[Record]:
-    """Yield the file, or each line if `lines` is True, as a row with the column `text`. Blank texts are skipped."""
+    """Yield the file as a row with the column `text`. If `lines` is True, yield each line as such a row. Blank texts are skipped."""
     with path.open(encoding="utf-8-sig") as file:
         for number, text in enumerate((line.rstrip("\n") for line in file) if lines else [file.read()], 1):
             if text.strip():
@@ -271,7 +273,7 @@ def read_rows(
 ) -> Iterator[Record]:
     """Yield (line, row) of one file, or (line, Problem) for an unreadable row.
 
-    In a CSV file, cells of the columns `textual` stay text, and other cells are converted by `cell_value`. `reading` then
+    In a CSV file, cells of the columns `textual` stay text, and `cell_value` converts all other cells. `reading` then
     converts the rows to the trainer's format. `names` counts speakers (see `Reading.apply`).
     """
     suffix = path.suffix.lower()
@@ -294,7 +296,7 @@ def _valued(rows: Iterable[Record], textual: frozenset[str]) -> Iterator[Record]
 
 
 def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
-    """Yield a file's rows with their images. A caption's image is in the folder of the caption file."""
+    """Yield a file's rows with their images. The image of a caption is in the folder of the caption file."""
     if picture := captioned(path):
         yield from ((line, {"image": picture.name, "caption": row["text"].strip()}) for line, row in rows)
         return
@@ -311,7 +313,7 @@ def _with_pictures(path: Path, rows: Iterator[Record]) -> Iterator[Record]:
 
 
 def captioned(path: Path) -> Path | None:
-    """Return the image whose path differs from that of the caption `path` (.txt) only in the suffix; None without one."""
+    """Return the image whose path differs only in the suffix from the path of the caption (.txt); None without one."""
     if path.suffix.lower() != ".txt":
         return None
     return next((at for suffix in SUFFIXES if (at := path.with_suffix(suffix)).is_file()), None)

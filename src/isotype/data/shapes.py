@@ -1,4 +1,4 @@
-"""Types of JSON values, merged over all rows of a file into one schema that keeps the file's values.
+"""Types of JSON values, merged over all rows of a file into one schema that keeps the values of the file.
 
 `datasets` would infer a schema from the first part of a file, turn ISO dates into timestamps, digits in CSV into integers
 and "NA" into null, and add to each object all keys of the objects in other rows.
@@ -68,7 +68,7 @@ def _struct(fields: tuple[tuple[str, Shape], ...]) -> Shape:
 
 
 def merge(a: Shape, b: Shape) -> Shape:
-    """Return the narrowest shape for values of both: JSON if the keys of objects differ, MIXED if no shape fits."""
+    """Return the narrowest shape that fits both values: JSON if the keys of objects differ, and MIXED if no shape fits."""
     if a is b or a == b or b == NULL:
         return a
     if a == NULL:

@@ -1,7 +1,7 @@
 """Convert conversations in ShareGPT's format ({from, value} messages) to messages with the roles of chat templates.
 
 The names of speakers come from FastChat, axolotl, LLaMA-Factory, unsloth and the Hermes data sets. TRL renames only the
-keys of messages. Without renamed speakers, templates would write `<|im_start|>gpt`, a role that is unknown to models.
+keys of messages. If speakers were not renamed, templates would write `<|im_start|>gpt`, a role that models do not know.
 """
 
 import json
@@ -64,7 +64,7 @@ def standard_chats(row: Row, names: Counter[str] | None, *, conversations: bool)
 
 
 def roles_line(source: str, names: Counter[str], sample: int | None) -> str | None:
-    """Return a line about speakers' roles, or None without speakers. `sample`: number of counted rows; None for all."""
+    """Return a line about the roles of speakers; None without speakers. `sample`: number of counted rows; None for all."""
     if not names:
         return None
     counts = names.most_common()

@@ -1,4 +1,4 @@
-"""Rows of token ids: checks of their columns, and labels made from masks."""
+"""Rows of token ids: checks of their columns, and labels that are made from masks."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ TOKEN_COLUMNS = ("labels", *_MASKS, "attention_mask", *_UNREAD)
 ID_COLUMNS = ("input_ids", "labels", "chosen_ids", "rejected_ids")
 
 _LABEL_FIX = f"write {IGNORED} where no loss is computed, and the token's id elsewhere"
-_MASK_FIX = "write 1 for each token that is used, and 0 for each other token"
+_MASK_FIX = "write 1 for each token that is used, and 0 for all other tokens"
 _FIXES = {
     "labels": _LABEL_FIX,
     **dict.fromkeys((*_MASKS, "attention_mask"), _MASK_FIX),
@@ -42,7 +42,7 @@ def with_labels(row: Row, prompts: bool) -> Row | Problem:
     pairs = zip(row.get("labels", ids), targets, strict=True)
     labels = [label if is_target else IGNORED for label, is_target in pairs]
     if set(labels) == {IGNORED}:
-        what = f"no token of the row has loss: each label is {IGNORED} or masked"
+        what = f"no token of the row has loss, because each label is {IGNORED} or masked"
         fix = "write a label, or remove the example"
         return Problem(what, "at least one label that is a token's id", fix)
     converted = {name: value for name, value in row.items() if name not in TOKEN_COLUMNS}
@@ -83,7 +83,8 @@ def _fault(name: str, values: Any, count: int) -> tuple[str, str] | None:
 
 
 def token_faults(rows: Any, size: int | None) -> Iterator[tuple[int, Problem]]:
-    """Yield (row number, problem) for the first unknown id in each column, or for a row with too few or many labels.
+    """Yield (row number, problem) for the first unknown id in each column, and for a row with too few or too many
+    labels.
 
     `rows` is a `datasets.Dataset`. `size` is the number of ids that the model has, or None if the number is unknown.
     """

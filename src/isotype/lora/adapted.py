@@ -27,8 +27,8 @@ class Adapter:
     """An active adapter of a layer.
 
     Attributes:
-        scale: alpha / r, for rsLoRA alpha / sqrt(r).
-        magnitude: True if the adapter is DoRA. A layer with DoRA has no other adapter and no dropout.
+        scale: alpha / r, or alpha / sqrt(r) for rsLoRA.
+        magnitude: True if the adapter is DoRA. A layer with a DoRA adapter has no other adapter and no dropout.
     """
 
     rank: int
@@ -63,11 +63,11 @@ class Layer:
 
 
 def why_not(layer: Any) -> str | None:
-    """Return, as a clause, why a PEFT layer cannot be fused with its active adapters; None if the layer can be fused."""
+    """Return a clause that says why a PEFT layer cannot be fused with its active adapters; None if the layer can be fused."""
     base = layer.get_base_layer()
     if layer.base_layer is not base:  # one PEFT method wraps another
         inner = type(layer.base_layer)
-        return f"the base is itself an adapter's layer ({inner.__module__}.{inner.__name__})"
+        return f"the base is a layer of another adapter ({inner.__module__}.{inner.__name__})"
     kind = kind_of(base)
     weight = getattr(base, "weight", None)
     if kind not in LINEAR_KINDS or weight is None or weight.dim() != 2:
@@ -77,9 +77,9 @@ def why_not(layer: Any) -> str | None:
     if lost := _missing_state(base):
         return f"the base has lost the {lost}"
     if _parts_of(layer).offloaded():
-        return "the weights are offloaded (a device map): only PEFT's forward calls the hooks that fetch them"
+        return "the weights are offloaded (a device map), and only PEFT's forward calls the hooks that fetch them"
     if any(map(is_gathered, (part for part in layer.modules() if part is not layer))):
-        return "a part of the layer is sharded separately (FSDP2): only PEFT's forward calls the hooks that gather it"
+        return "a part of the layer is sharded separately (FSDP2), and only PEFT's forward calls the hooks that gather it"
     settings = boundary_of(base)
     if settings is not None and settings.kind not in ("bias", "int8"):
         return f"the inputs or outputs of the base are cast (boundary {settings.kind!r})"
@@ -119,7 +119,7 @@ def _why_not_adapters(layer: Any) -> str | None:
 
 
 def _caches(layer: Any) -> bool:
-    """Return whether a DoRA layer caches norms between calls, or still has a cache that PEFT's forward must clear."""
+    """Return True if a DoRA layer caches norms between calls, or still has a cache that PEFT's forward must clear."""
     if not layer.lora_magnitude_vector:  # this check runs in every call; most layers have no DoRA
         return False
     dora = sys.modules.get("peft.tuners.lora.dora")
@@ -168,15 +168,16 @@ class Reading:
     _facts: tuple[Any, ...]
 
     def holds(self, layer: Any) -> bool:
-        """Return whether `layer` is unchanged since this object was created."""
+        """Return True if `layer` has not changed since this object was created."""
         facts = self._parts.facts(layer, self.layer.base, self.tensors)
         return facts == self._facts and not self._parts.hooked()
 
 
 def read(layer: Any, former: Reading | None) -> Reading | None:
-    """Return `former` if it still describes the layer, else a new `Reading`; None if the layer needs PEFT's forward.
+    """Return `former` if it still describes the layer, or else a new `Reading`; None if the layer needs PEFT's
+    forward.
 
-    Only PEFT's forward calls the hooks of inner modules and gathers sharded weights (FSDP2).
+    Only PEFT's forward calls the hooks of inner modules, and gathers sharded weights (FSDP2).
     """
     if former is not None and former.holds(layer):
         return former
@@ -209,7 +210,7 @@ class _Parts(NamedTuple):
     dropouts: tuple[Any, ...]
 
     def facts(self, layer: Any, base: Any, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """Return everything on which a `Reading` of the layer depends, except hooks."""
+        """Return everything that a `Reading` of the layer depends on, except hooks."""
         children = [*chain.from_iterable(map(dict.values, map(_CHILDREN, self.all)))]
         active = layer.active_adapter
         return (
@@ -234,13 +235,13 @@ class _Parts(NamedTuple):
         return [*chain.from_iterable(map(dict.values, map(_PARAMETERS, self.called)))]
 
     def offloaded(self) -> bool:
-        """Return whether hooks of accelerate fetch weights in every call."""
+        """Return True if hooks of accelerate fetch weights in every call."""
         # This check runs for every product; most layers have no hook.
         placed = any(map(contains, self.called, repeat(HOOK)))
         return placed and any(HOOK in part and not only_places(part[HOOK]) for part in self.called)
 
     def hooked(self) -> bool:
-        """Return whether a module inside of the layer has hooks that may change values; hooks of the layer always run."""
+        """Return True if a module inside of the layer has hooks that may change values. Hooks of the layer itself always run."""
         hooks = filter(None, chain.from_iterable(map(_HOOKS, self.called)))
         return any(map(must_be_called, hooks)) or self.offloaded()
 

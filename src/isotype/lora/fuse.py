@@ -41,9 +41,9 @@ def same_input(
 ) -> tuple[list[tuple[str, ...]], str]:
     """Return (groups of names of layers with the same input, reason why the model could not be run or "").
 
-    The layers of a group are children of the same module, which calls them one after another with the same tensor. Each
-    other layer is a group of one layer. The model runs once, in evaluation mode and without gradients, on `inputs` or, if
-    `inputs` is None, on a few tokens.
+    The layers of a group are children of the same module. This module calls them one after another with the same
+    tensor. Each other layer forms a group alone. The model runs once, in evaluation mode and without gradients, on
+    `inputs` or, if `inputs` is None, on a few tokens.
     """
     calls: list[tuple[str, Any]] = []
     try:
@@ -70,7 +70,7 @@ def _add_call(calls: list[tuple[str, Any]], name: str, module: nn.Module, args: 
 
 @contextmanager
 def _blank(layer: Any) -> Iterator[None]:
-    """In the `with` block, a linear layer returns an empty tensor, because some kernels lack the meta device."""
+    """In the `with` block, a linear layer returns an empty tensor, because some kernels do not support the meta device."""
     base = layer.get_base_layer() if is_tuner_layer(layer) else layer
     if kind_of(base) in LINEAR_KINDS and base.weight.dim() == 2:  # not a convolution
         rows, _ = shape_of(base)
@@ -118,9 +118,9 @@ class FusionReport:
         gated: name of a gated MLP -> its activation. The backward recomputes the product act(gate) * up.
         norms: names of the RMSNorms that are computed by one function each.
         left: names of the LoRA layers that keep PEFT's forward, each with the reason.
-        unseen: why the model could not run to find layers with the same input; "" if it could run.
-        copies, copied_bytes: number of dense copies of base weights in the compute dtype, and their bytes.
-        rotary: names of the attention layers that rotate queries and keys by one fused function. For partial rotations and
+        unseen: the reason why the model could not be run to find layers with the same input; "" if it could.
+        copies, copied_bytes: number and bytes of dense copies of base weights in the compute dtype.
+        rotary: names of the attention layers that rotate queries and keys by one fused function. For partial rotations and for
             inputs of several dtypes, the layer still calls the model's function.
         kernels: names of the operations between matrix products, each with its GPU kernel; empty on a CPU.
         experts: names of the modules in which one function computes all experts and their adapters.
@@ -178,11 +178,11 @@ class FusionReport:
 
     @property
     def fallbacks(self) -> list[str]:
-        """Lines about operations without a GPU kernel, slow attention, padding that stays, and a model that could not be run."""
+        """Lines about operations without a GPU kernel, slow attention, remaining padding, and a model that could not be run."""
         lines = []
         for name, kernel in self.kernels.items():
             if kernel.functions is None:
-                what = f"unfused: {name} runs as single operators"
+                what = f"unfused: {name} runs as several operators"
                 if name == _GRADIENTS:
                     what = "rounded: matrix products round the adapters' gradients to the compute dtype"
                 lines.append(f"{what}: {'; '.join(kernel.reasons)}")
@@ -191,7 +191,7 @@ class FusionReport:
         if self.attention.padded:
             lines.append(f"padding: stays in batches: {self.attention.padded}")
         if self.unseen:
-            lines.append(f"layers are fused one by one: {self.unseen}; give `inputs` for the model's forward")
+            lines.append(f"layers are fused one by one: {self.unseen}; pass `inputs` for the model's forward")
         return lines
 
     def __str__(self) -> str:
@@ -231,21 +231,22 @@ def fuse(
     """Fuse each LoRA layer of a PEFT model into one function. Layers with the same input share one function.
 
     PEFT's parameters keep their names, and adapters can be saved, loaded, merged and switched as before. PEFT's forward
-    still computes a layer whose active adapter cannot be fused (see `FusionReport.left`). It also computes a layer that
-    is compiled, has merged or disabled adapters, or has hooks on its inner modules. Gated MLPs recompute their product
-    in the backward instead of saving it. On a CPU, each RMSNorm and each rotary embedding is computed by one function,
-    and attention is computed by compiled loops (`isotype.lora.attention`). To find layers with the same input, the
-    model runs once, without gradients. If the model is sharded, call `fuse` after sharding and in every process.
+    still computes a layer if its active adapter cannot be fused (see `FusionReport.left`). PEFT's forward also computes
+    a layer that is compiled, has merged or disabled adapters, or has hooks on its inner modules. Gated MLPs recompute
+    their product in the backward instead of saving it. On a CPU, each RMSNorm and each rotary embedding is computed by
+    one function, and attention is computed by compiled loops (`isotype.lora.attention`). To find layers with the same
+    input, the model runs once, without gradients. If the model is sharded, call `fuse` after sharding and in every
+    process.
 
     Args:
         model: a PEFT model; changed in place. If the model is fused already, it is fused again.
-        inputs: keyword arguments for the forward that finds layers with the same input. The default inputs are a
-            few tokens, which run the language model but no vision tower.
-        budget: maximum bytes for dense copies of base weights that are quantized or need a cast. The default on a GPU
-            is 0. The default on a CPU is a quarter of the free memory. There, dequantizing a weight takes more than
-            half as long as multiplying by the weight. A sharded (FSDP2) model gets no copies.
-        device: kind (`"cpu"`, `"cuda"`), name (`"t4"`) or profile of the device for which a model on the meta device is
-            fused. None means the device of the parameters.
+        inputs: keyword arguments for the forward that finds layers with the same input. The default inputs are a few tokens.
+            They run the language model, but no vision tower.
+        budget: maximum bytes for dense copies of base weights that are quantized or need a cast. On a GPU, the default is 0. On
+            a CPU, the default is a quarter of the free memory. On a CPU, dequantizing a weight takes more than half as long as
+            multiplying by the weight. A sharded (FSDP2) model gets no copies.
+        device: kind (`"cpu"`, `"cuda"`), name (`"t4"`) or profile of the device for which a model on the meta device is fused.
+            None means the device of the parameters.
 
     Returns:
         The names of the fused modules, and of the unfused modules with the reasons.
@@ -353,7 +354,7 @@ def _has(kernels: Mapping[str, Kernel], operation: str) -> bool:
 
 
 def _put_in_all(model: nn.Module, kind: Any, parts_of: Callable[[nn.Module], Any]) -> dict[str, Any]:
-    """Fuse each module for which `parts_of` returns something. Return name -> result of `parts_of`."""
+    """Fuse each module for which `parts_of` returns a result. Return name -> result of `parts_of`."""
     modules = dict(model.named_modules())
     all_parts = {name: parts for name, module in modules.items() if (parts := parts_of(module))}
     for name, parts in all_parts.items():

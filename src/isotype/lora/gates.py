@@ -50,7 +50,7 @@ class Gate:
         return active * up if torch.is_grad_enabled() else active.mul_(up)
 
     def backward(self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> _Three:
-        """Return (the product, gradients of `gate` and `up`). `grad` is the product's gradient, and may be overwritten."""
+        """Return (the product, gradients of `gate` and `up`). `grad` is the gradient of the product, and may be overwritten."""
         if self.name == "silu" and elementwise.usable(grad, gate, up):
             return elementwise.silu_product_backward(grad, gate, up)
         kernel = self._gpu_kernel(grad, gate, up)
@@ -73,7 +73,7 @@ def _gate(name: str) -> Gate:
 
 
 def _over(operator: Any, **settings: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a backward that overwrites the incoming gradient instead of allocating a tensor of an MLP's width."""
+    """Return a backward that overwrites the incoming gradient, so that no tensor of an MLP's width is allocated."""
 
     def through(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         gradient: torch.Tensor = operator(grad, x, **settings, grad_input=grad)
@@ -101,7 +101,7 @@ GATES = {name: Gate(name, ACTIVATIONS[name], through) for name, through in _BACK
 
 @dataclass(frozen=True)
 class GatedParts:
-    """The layers of a gated MLP `down(gate.product(first(x), second(x)))`; the MLP calls `order[0]` first."""
+    """The layers of a gated MLP `down(gate.product(first(x), second(x)))`. The MLP calls `order[0]` first."""
 
     first: str
     second: str

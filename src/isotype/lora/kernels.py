@@ -31,10 +31,10 @@ TABLE: Mapping[Operation, tuple[str, ...]] = {
     "rotary": ("triton",),
     "float32_product": ("addmm", "mm"),
 }
-"""The candidates of each operation, the first choice first. If no candidate works, several torch operators are used."""
+"""The candidates of each operation, beginning with the first choice. If no candidate works, several torch operators compute the operation."""
 
 DEVICES = ("cuda", "xpu")
-"""Device types that have candidate kernels; ROCm devices have the type cuda."""
+"""Device types that have candidate kernels. ROCm devices have the type cuda."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Products:
     def write(
         self, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float, *, add: bool = False
     ) -> None:
-        """Write factor · left @ right, a product of 16-bit matrices, into the float32 `out`, or add it to `out`."""
+        """Write factor · left @ right, a product of 16-bit matrices, into the float32 tensor `out`, or add it to `out`."""
         if self.scales and (add or factor != 1):
             torch.addmm(out, left, right, out_dtype=out.dtype, beta=int(add), alpha=factor, out=out)
         elif add:
@@ -82,7 +82,7 @@ class Kernel:
     Attributes:
         name: the candidate's name in `TABLE`, or `torch` for several torch operators.
         functions: object whose functions call the kernel; None for torch's operators.
-        reasons: why each candidate earlier in `TABLE` is not used.
+        reasons: why each earlier candidate in `TABLE` is not used.
     """
 
     name: str
@@ -120,7 +120,7 @@ def chosen(operation: Operation, device: torch.device, dtype: torch.dtype, detai
 
 
 def foreseen(operation: Operation) -> Kernel:
-    """Return the kernel that an operation is assumed to have on another machine's GPU: Triton's, or else the first choice."""
+    """Return the kernel that an operation is assumed to have on the GPU of another machine: Triton's kernel, or else the first choice."""
     name = next((name for name in TABLE[operation] if name == "triton"), TABLE[operation][0])
     return Kernel(name, _CANDIDATES[name][0])
 
@@ -240,7 +240,7 @@ def float32_reductions() -> Iterator[None]:
 
 
 def _allowed(matmul: Any, name: str) -> bool | tuple[bool, bool]:
-    """Return whether reduced precision, and whether split-k is allowed. torch 2.10 has only the first setting."""
+    """Return True or False for reduced precision, and for split-k: whether it is allowed. torch 2.10 has only the first setting."""
     reduced = bool(getattr(matmul, name))
     try:
         return reduced, bool(getattr(matmul, f"{name}_split_k"))

@@ -1,6 +1,6 @@
 """Computes one LoRA linear layer, or several with the same input, in one autograd function.
 
-For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` the norm of each row):
+For layers l with adapters a (`s` is the scaling, `m` the magnitude of DoRA, `‖·‖` the norm of each row):
 
     Y_l = X W_lᵀ + b_l + Σ_a s_a (drop_a(X) A_aᵀ) B_aᵀ                      LoRA, https://arxiv.org/abs/2106.09685
     Y_l = m ⊙ (X W_lᵀ + s (X Aᵀ) Bᵀ) / ‖W_l + s B A‖ + b_l                  DoRA, https://arxiv.org/abs/2402.09353
@@ -8,8 +8,8 @@ For layers l with adapters a (`s` the scaling, `m` DoRA's magnitude, `‖·‖` 
 The function turns autocast off, and casts X, the adapters' weights and the gradients of these weights only once. The
 backward computes one gradient of X for all layers, and all gradients of A in one product. Base weights are frozen, so
 the function saves only X and the small X Aᵀ. If X is a gated product, its two factors are saved instead of X. All
-tensors are saved before Y is computed. Gradient checkpointing stops a recomputation after the last saved tensor. So for
-the last layer of a block, Y is not computed again.
+tensors are saved before Y is computed. Gradient checkpointing stops a recomputation after the last saved tensor.
+Therefore Y is not computed again for the last layer of a block.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Spec:
         working: dtype of the products: the compute dtype, or float32 if the device emulates the compute dtype.
         gate: computes X if X is a gated product of two tensors; else None.
         keep: True if a backward may follow. If False, packed 4-bit weights may be multiplied without dequantization.
-        compiled: True if compiled loops compute the products, see `isotype.lora.loops.products`.
+        compiled: True if compiled loops compute the products (see `isotype.lora.loops.products`).
     """
 
     layers: tuple[Layer, ...]
@@ -58,7 +58,7 @@ class Spec:
 
     @property
     def drops(self) -> bool:
-        """True if an adapter has dropout: each adapter then has its own input."""
+        """True if an adapter has dropout. Each adapter then has its own input."""
         return any(map(attrgetter("drops"), self.layers))
 
     @property
@@ -88,7 +88,7 @@ def drop(
 
 
 def dropped(x: torch.Tensor, mask: torch.Tensor | None, probability: float) -> torch.Tensor:
-    """Return `x` multiplied by a dropout mask and by 1 / (1 - probability). `x` is X or its gradient."""
+    """Return `x` multiplied by a dropout mask and by 1 / (1 - probability). `x` is X or the gradient of X."""
     if mask is None:
         return x
     # With a probability of 1 every value is dropped; the scale only has to be finite.
@@ -106,8 +106,8 @@ def lora_linear(
 
     Args:
         inputs: X `[…, in_features]` in any float dtype, or the two factors of X if X is a gated product.
-        tensors: the tensors of all layers. Each layer has its biases `[out]`, then A `[r, in]` and B `[out, r]` of each
-            adapter, then DoRA's magnitude `[out]`.
+        tensors: the tensors of all layers. For each layer, these are its biases `[out]`, A `[r, in]` and B `[out, r]` of each
+            adapter, and DoRA's magnitude `[out]`.
     """
     first, second = (*inputs, None)[:2]
     products: list[_Product] = []
@@ -118,7 +118,7 @@ def lora_linear(
 
 
 class _Product(NamedTuple):
-    """A layer's output `out` = X Wᵀ + b + s (X Aᵀ) Bᵀ that is not computed yet, and the operands to compute it."""
+    """The output `out` = X Wᵀ + b + s (X Aᵀ) Bᵀ of a layer, which is not computed yet, and the operands to compute it."""
 
     layer: _LayerTensors
     x: torch.Tensor
@@ -292,7 +292,7 @@ def _output(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return (Y, None, None). For DoRA, return (Y, Y before magnitude and bias, row norms of W + s B A).
 
-    Without DoRA, Y is returned empty. `lora_linear` computes Y later from the operands that are added to `products`.
+    Without DoRA, Y is empty. `lora_linear` computes Y later from the operands that are added to `products`.
     """
     bias = None
     if layer.biases:
@@ -408,7 +408,7 @@ def _through_products(
     """Return (gradient of X, stacked gradients of all A). A gradient that is not requested is None.
 
     Args:
-        output_grads: pairs of a layer and the gradient of its X Wᵀ; empty if X needs no gradient.
+        output_grads: pairs of a layer and the gradient of its X Wᵀ. It is empty if X needs no gradient.
         down: all A stacked; None if there are no adapters, or if adapters have dropout.
         x: X, or None to skip the gradients of A.
     """
@@ -434,7 +434,7 @@ def _through_down(
     d_hidden: torch.Tensor,
     d_down: torch.Tensor | None,
 ) -> None:
-    """Set the gradient of each A. `d_down`: gradient of all A, or None to compute each."""
+    """Set the gradient of each A. `d_down`: gradient of all A, or None to compute the gradient of each A."""
     places = [(layer, index) for layer in layers for index in range(len(layer.pairs.downs))]
     if not places:
         return
@@ -451,7 +451,7 @@ def _through_down(
 def _through_input(
     ctx: Any, d_x: torch.Tensor | None, factors: Sequence[torch.Tensor], x: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """Return (X, gradients of the inputs). If `x` is None, X is a gated product, and is recomputed here."""
+    """Return (X, gradients of the inputs). If `x` is None, X is a gated product, and is computed again here."""
     spec, (dtype, other) = ctx.spec, ctx.dtypes
     if spec.gate is not None and d_x is not None:
         x, d_first, d_second = spec.gate.backward(d_x, *factors)

@@ -27,7 +27,7 @@ from isotype.precision.devices.simulated import device_type_of, working_dtype
 
 @dataclass(frozen=True)
 class GatedInput:
-    """The input of a gated MLP's last layer: `gate.product(first, second)`, computed by the layer and not saved."""
+    """The input of a gated MLP's last layer: `gate.product(first, second)`. The layer computes it and does not save it."""
 
     gate: Gate
     first: torch.Tensor
@@ -50,14 +50,14 @@ def _dtypes(base: Any, x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
 
 
 _NOTHING: Any = (None, None, {})
-"""No outputs are ready: (input, its version and the modes of the forward, outputs by layer)."""
+"""No outputs are cached. The entries are (input, its version and the modes of the forward, outputs by layer)."""
 
 
 class Siblings:
     """Layers that their module calls one after another with the same tensor, and that one function computes together.
 
-    The first layer's call computes all outputs, and the calls of the other layers return them. A call computes only its own
-    layer's output if it gets another tensor, if the tensor was modified, or if the tensor has no version counter.
+    The first layer's call computes all outputs, and the calls of the other layers return them. A call computes only the
+    output of its own layer if it gets another tensor, if the tensor was modified, or if the tensor has no version counter.
     """
 
     def __init__(self, weights: DenseWeights, layers: Sequence[Any]) -> None:
@@ -135,7 +135,7 @@ class Fused(Swapped):
 
     Attributes:
         lora_state: names of the attributes that `put_in` adds to a module.
-        lora_original: class of the module before `put_in`. A later boundary's `original` is the fused class.
+        lora_original: class of the module before `put_in`. The `original` of a boundary that is set later is the fused class.
     """
 
     lora_state: tuple[str, ...] = ()
@@ -143,7 +143,7 @@ class Fused(Swapped):
 
 
 class FusedLora(Fused):
-    """A fused LoRA layer. `lora_siblings` are the layers with the same input, which are computed together."""
+    """A fused LoRA layer. `lora_siblings` are the layers with the same input. One function computes all of them."""
 
     lora_state = ("lora_weights", "lora_siblings")
     lora_weights: DenseWeights
@@ -209,7 +209,7 @@ def _fused_class(kind: Any, base: Any) -> Any:
 
 
 def put_in(module: nn.Module, kind: Any, *state: Any) -> None:
-    """Swap the class of `module` for a subclass of `kind`. `state` has one value for each name in `kind.lora_state`."""
+    """Replace the class of `module` by a subclass of `kind`. `state` has one value for each name in `kind.lora_state`."""
     module.__dict__.update(zip(kind.lora_state, state, strict=True))
     base: Any = type(module)
     swap(module, _fused_class(kind, base))

@@ -26,14 +26,15 @@ from isotype.precision.devices.simulated import device_type_of
 
 @dataclass(frozen=True)
 class NormParts:
-    """Settings of an RMSNorm. `offset` is added to the weight: 1 in Gemma, which stores the weight minus one, else 0."""
+    """Settings of an RMSNorm. `offset` is added to the weight: 1 in Gemma (which stores the weight minus one), else 0."""
 
     eps: float
     offset: float
 
 
 def norm_parts(module: Any) -> NormParts | None:
-    """Return the settings of an RMSNorm, found by running the module on a few numbers. Return None for another module.
+    """Return the settings of an RMSNorm. They are found by running the module on a few numbers. Return None for other
+    modules.
 
     Also return None for an RMSNorm that returns float32 for 16-bit inputs, because `rms_norm` would return 16 bits.
     """

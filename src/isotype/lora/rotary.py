@@ -30,7 +30,7 @@ _first_seen: dict[FunctionType, FunctionType] = {}
 
 
 def rotates(forward: Any) -> bool:
-    """Return whether `with_loops` can replace the function that applies rotary positions in a class's forward."""
+    """Return True if `with_loops` can replace the function that applies rotary positions in the forward of a class."""
     rotate = _rotation_of(forward)
     if rotate is None:
         return False

@@ -1,7 +1,8 @@
 """Removes padding from batches: all rows are concatenated to one row, and the tokens attend only to their own row.
 
-The results stay the same under two conditions. Tokens influence each other only by attention. Attention uses positions
-to separate sequences, as transformers does for packed sequences. `tried` tests both conditions.
+The results stay the same under two conditions. First, tokens influence each other only by attention. Second,
+attention uses positions to separate sequences, as transformers does for packed sequences. `tried` tests both
+conditions.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,8 +29,8 @@ class Sequences:
     """The bounds of the sequences that are concatenated in a row `[1, tokens]`.
 
     Attributes:
-        ends: 0, and then the index after each sequence's last token; int32 `[sequences + 1]` on the tokens' device.
-        window: a query attends to this number of keys up to its own position; None means all keys of its sequence.
+        ends: 0, and then the index after the last token of each sequence; int32 `[sequences + 1]` on the device of the tokens.
+        window: number of keys, up to its own position, to which a query attends; None means all keys of its sequence.
     """
 
     ends: torch.Tensor
@@ -65,7 +66,7 @@ _sequences: ContextVar[Sequences | None] = ContextVar("sequences", default=None)
 
 
 def current() -> Sequences | None:
-    """Return the sequences that `with_sequences` has set for the current call of a model, or None."""
+    """Return the sequences that `with_sequences` has set for the current call of a model; None outside of this context."""
     return _sequences.get()
 
 
@@ -87,15 +88,15 @@ _ARGUMENTS = frozenset({"input_ids", "attention_mask", "use_cache", "output_rout
 LEAST_PADDING = 0.05
 """Smallest share of padding among a batch's tokens for which the padding is removed."""
 MOST_TOKENS = 8192
-"""Maximum tokens of a batch without padding if attention needs a mask: the mask has a byte for each pair of tokens."""
+"""Maximum tokens of a batch without padding if attention needs a mask, because the mask has a byte for each pair of tokens."""
 _TOLERANCES = {"right": 0.05, "left": 0.25}
-"""Side of padding -> largest tolerated difference of the results with and without padding.
+"""Maps the side of padding to the largest tolerated difference of the results with and without padding.
 
 The unit is the difference that arises if rows attend to earlier rows. Left padding shifts rotary positions, and so
 changes rounding.
 """
 _NEIGHBOURS = 1e-4
-"""Tolerated relative change of a sequence's states if the sequence before it changes: rounding in experts differs."""
+"""Tolerated relative change of a sequence's states if the sequence before it changes. The states change because experts round differently."""
 _LENGTH, _SHORT = 16, 3
 """Lengths of the trial's rows. Left padding shifts the short row far enough to reveal absolute positions."""
 
@@ -106,7 +107,7 @@ class Unpadded:
 
     Attributes:
         inputs: arguments of the model's forward, with `input_ids` and `position_ids` `[1, tokens]`.
-        place: for each token of the padded batch, its index in the concatenated row, int64 `[rows, length]`; undefined
+        place: for each token of the padded batch, its index in the concatenated row, int64 `[rows, length]`. It is undefined
             for padding.
         tokens: for each token of the concatenated row, its index in the flattened padded batch, int64 `[tokens]`.
     """
@@ -130,17 +131,17 @@ def traced_as(bare: Unpadded | None) -> AbstractContextManager[None]:
 def unpadded(
     batch: Mapping[str, Any], sides: frozenset[str], read: torch.Tensor, most: int | None = MOST_TOKENS
 ) -> Unpadded | None:
-    """Return a batch without its padding; None if this saves no time or is impossible. Synchronizes with the device once.
+    """Return a batch without its padding; None if this saves no time or is impossible. This function synchronizes with
+    the device once.
 
     Args:
         batch: arguments of a model's forward, including `input_ids` and `attention_mask` `[rows, length]`.
-        sides: the sides (`left`, `right`) on which padding may be removed, see `tried`.
+        sides: the sides (`left`, `right`) from which padding may be removed (see `tried`).
         read: True at the positions whose results the caller needs, bool `[rows, length]`.
         most: largest number of tokens in the batch without padding; None for any number.
 
-    Returns:
-        None if the batch has almost no padding, if padding is between tokens or on a side that is not in `sides`, if the
-        inputs are not only text, or if `read` is True at padding. None for fake tensors, too, outside of `traced_as(…)`.
+    Returns: None if the batch has almost no padding, if padding is between tokens or on a side that is not in `sides`, if the
+        inputs are not only text, or if `read` is True at padding. Fake tensors also give None outside of `traced_as(…)`.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _ARGUMENTS:
@@ -217,7 +218,7 @@ def _embedding_as(model: Any, into: torch.Tensor, back: torch.Tensor) -> Iterato
 
 
 def _is_hooked(model: Any) -> bool:
-    """Return whether the embeddings have a hook of another library. Hooks of isotype and torch accept any shape."""
+    """Return True if the embeddings have a hook of another library. Hooks of isotype and torch accept any shape."""
     hooks = forward_hooks(model.get_input_embeddings()).values()
     homes = {str(getattr(hook, "__module__", None)).partition(".")[0] for hook in hooks}
     return bool(homes - {"isotype", "torch"})
@@ -240,18 +241,18 @@ def _facts(present: torch.Tensor, read: torch.Tensor) -> tuple[list[int], int, b
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial: the sides (`"left"`, `"right"`) on which padding can be removed, or why padding must stay."""
+    """Result of a trial: the sides (`"left"`, `"right"`) from which padding can be removed, or the reason why padding must stay."""
 
     sides: frozenset[str] = frozenset()
     reason: str = ""
 
 
 def tried(model: Any) -> Trial:
-    """Return the sides of a row on which padding can be removed without changing a model's results.
+    """Return the sides of a row from which padding can be removed without changing the results of a model.
 
-    The trial runs the model on a few padded rows, and again on these rows concatenated without padding. In a third run,
-    rows attend to earlier rows. The tolerance is a share (`_TOLERANCES`) of that run's difference. In a fourth run, other rows
-    precede the last row: recurrent states and convolutions may have a smaller effect than the tolerance.
+    The trial runs the model on a few padded rows, and again on these rows concatenated without padding. In a third run, rows
+    attend to earlier rows. The tolerance is a share (`_TOLERANCES`) of the difference in that run. In a fourth run, other
+    rows precede the last row, because recurrent states and convolutions may have a smaller effect than the tolerance.
     """
     from transformers import PreTrainedModel
 
@@ -269,7 +270,7 @@ def tried(model: Any) -> Trial:
 
 
 def mixes_documents(model: Any) -> str:
-    """Return why an earlier document in the row would change a document's results; "" if it would not."""
+    """Return the reason why an earlier document in the row would change the results of a document; "" if it would not."""
     if why := why_whole_rows(model):
         return why
     mixes = _of_trial(model, _mixes, "of documents in one row")
@@ -279,7 +280,7 @@ def mixes_documents(model: Any) -> str:
 
 
 def _of_trial(model: Any, trial: Callable[[nn.Module], T], what: str) -> T | str:
-    """Return the result of a trial of the backbone (of a small copy if the model has no weights), or why the trial failed."""
+    """Return the result of a trial of the backbone (of a small copy if the model has no weights), or the reason why the trial failed."""
     try:
         if next(model.parameters()).is_meta:
             model = without_peft(small_copy(model, torch.arange(1, 1 + 3 * _LENGTH)).model)
@@ -290,7 +291,7 @@ def _of_trial(model: Any, trial: Callable[[nn.Module], T], what: str) -> T | str
 
 
 def _mixes(backbone: Any) -> bool:
-    """Return whether the results of a row's second document change if the first document is replaced or removed."""
+    """Return True if the results of the second document in a row change when the first document is replaced or removed."""
     device = next(backbone.parameters()).device
     ids = torch.arange(1, 1 + 2 * _LENGTH, device=device).view(2, _LENGTH)
     order, begin = torch.arange(_LENGTH, device=device).expand(2, -1), _LENGTH - 2 * _SHORT

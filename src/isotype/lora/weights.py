@@ -1,4 +1,4 @@
-"""Provides matrices in the dtype of a product: frozen base weights, which may be packed in 4 bits or int8, and adapters."""
+"""Provides matrices in the dtype of a product: frozen base weights (which may be packed in 4 bits or int8) and adapters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 
 def dense(layer: Any, dtype: torch.dtype, state: Any = None) -> torch.Tensor:
-    """Return the weight `[out, in]` in `dtype`, as a view if possible. `state` replaces a 4-bit layer's quantization state."""
+    """Return the weight `[out, in]` in `dtype`, as a view if possible. `state` replaces the quantization state of a 4-bit layer."""
     quantized = kind_of(layer) in ("linear4bit", "linear8bit")
     return dense_weight(layer, dtype, state) if quantized else _oriented(layer).to(dtype)
 
@@ -40,7 +40,7 @@ class DenseWeights:
     """Provides the base weights of a model as dense matrices in the dtype of a product.
 
     A weight that is quantized or not in the product's dtype is converted. Converted matrices are kept up to `budget`
-    bytes; the others are converted again for each product. A copy is valid as long as the weight has the same memory
+    bytes. All others are converted again for each product. A copy is valid as long as the weight has the same memory
     and version. Code that changes weights through `.data`, such as PEFT's merge, must call `forget`.
     """
 
@@ -77,7 +77,7 @@ class DenseWeights:
         return single
 
     def in_4_bits(self, layer: Any, x: torch.Tensor) -> bool:
-        """Return whether bitsandbytes can multiply `x`, which must have few rows, by the packed weight."""
+        """Return True if bitsandbytes can multiply `x`, which must have few rows, by the packed weight."""
         device = x.device.type
         if kind_of(layer) != "linear4bit" or not 0 < x.shape[0] <= FEW or device == "cpu":
             return False
@@ -86,7 +86,7 @@ class DenseWeights:
         return layer not in self._copies and multiplies(quantization_state(layer))
 
     def kept(self, layer: Any, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the weight if its dtype is `dtype`, or else a copy. Return None if the budget has no room for a copy."""
+        """Return the weight if its dtype is `dtype`, or else a copy in this dtype. Return None if the budget has no room for a copy."""
         if kind_of(layer) == "linear" and layer.weight.dtype == dtype:
             return _oriented(layer)
         former, copy = self._copies.get(layer, (None, None))
@@ -122,7 +122,7 @@ class DenseWeights:
 
 
 _Identity = tuple[int, int, torch.dtype]
-"""(address of a weight, its version, dtype of the copy). For a fake tensor, the storage's id replaces the address."""
+"""(address of a weight, its version, dtype of the copy). For a fake tensor, the id of the storage replaces the address."""
 
 
 def _identity(layer: Any, dtype: torch.dtype) -> _Identity | None:

@@ -48,26 +48,23 @@ def add_lora(
 ) -> Any:
     """Add a LoRA adapter (DoRA: `use_dora=`, rsLoRA: `use_rslora=`) whose parameters have the policy's master dtype.
 
-    The base weights are frozen and keep their dtypes: nothing is upcast. If the model already has adapters, the new
-    adapter becomes the active one, unlike after PEFT's `add_adapter`. `model.set_adapter` activates another adapter.
-    `save_pretrained` also saves the policy, in the folder of every adapter.
+    The base weights are frozen and keep their dtypes. No weight is upcast. If the model already has adapters, the new
+    adapter becomes the active adapter, unlike after PEFT's `add_adapter`. `model.set_adapter` activates another
+    adapter. `save_pretrained` also saves the policy, in the folder of every adapter.
 
     Args:
         model: a model loaded with `isotype.load`, or any model that PEFT supports.
-        config: a `peft.LoraConfig` or another PEFT config. The default is `LoraConfig(**lora_kwargs)` for all linear
-            layers.
-        adapt: parts of a multimodal model that get adapters: `"language"`, `"projector"`, `"vision"`, `"audio"`, several
-            of these (`"language,projector"`, or a list), or `"all"`. By default every part with target layers gets
-            adapters.
+        config: a `peft.LoraConfig` or another PEFT config. The default is `LoraConfig(**lora_kwargs)` for all linear layers.
+        adapt: parts of a multimodal model that get adapters: `"language"`, `"projector"`, `"vision"`, `"audio"`, several of
+            these (`"language,projector"`, or a list), or `"all"`. By default, every part with target layers gets adapters.
         **lora_kwargs: fields of `peft.LoraConfig` (`r`, `lora_alpha`, `target_modules`, `bias`, …).
 
-    Returns:
-        The PEFT model. Its attribute `adapter_notes` (a tuple of sentences) names the weights that could not be adapted
-            as requested; `add_lora` also warns about them.
+    Returns: The PEFT model. The attribute `adapter_notes` of the model (a tuple of sentences) names the weights that could not
+        be adapted as requested. `add_lora` also prints these sentences as warnings.
 
     Raises:
-        UsageError: both `config` and `lora_kwargs` are given, or the model lacks a part in `adapt`.
-        PrecisionError: the policy trains every weight, or the policy's storage format is not the model's.
+        UsageError: both `config` and `lora_kwargs` are set, or the model lacks a part in `adapt`.
+        PrecisionError: the policy trains every weight, or the storage format of the policy is not the format of the model.
     """
     import peft
 
@@ -101,7 +98,7 @@ def add_lora(
     problems = []
     if undefined := _magnitudes_again(model, adapter_name):
         rows = f"some weight rows of {listed(undefined, 2)} are zero: DoRA divides by their norm, so the outputs are NaN"
-        problems.append(f"{rows}; adapt no such layers, or leave out use_dora")
+        problems.append(f"{rows}; adapt no such layers, or omit use_dora")
     if partial := _computed_in_part(model, adapter_name):
         what = f"PEFT computes {listed(partial, 2)} without the bias, or without a step after an embedding's lookup"
         problems.append(f"{what}: a merged model has other outputs; train the layer whole (modules_to_save)")
@@ -123,7 +120,7 @@ def _adapt(parts: str | Sequence[str] | Adapt | None) -> Adapt | None:
 
 
 def _take_dropout(config: Any) -> float:
-    """If a config has target parameters, set its dropout to 0, as PEFT 0.21 requires. Return the former dropout, or 0."""
+    """If a config has target parameters, set its dropout to 0, because PEFT 0.21 requires this. Return the former dropout, or 0."""
     rate = getattr(config, "lora_dropout", 0)
     if not rate or not getattr(config, "target_parameters", None):
         return 0.0
@@ -154,7 +151,8 @@ def remember_base(model: Any, config: Any) -> None:
 def _magnitudes_again(model: Any, adapter_name: str) -> list[str]:
     """Recompute the initial magnitudes of DoRA's linear layers in float32. Return the layers with a magnitude of zero.
 
-    PEFT 0.21 rounds the norms to the base weight's dtype (`DoraLinearLayer.update_layer`), in which they may overflow.
+    PEFT 0.21 rounds the norms to the dtype of the base weight (`DoraLinearLayer.update_layer`), and they may overflow
+    in this dtype.
     """
     undefined = []
     for place in places(model):
@@ -177,8 +175,8 @@ def _magnitudes_again(model: Any, adapter_name: str) -> list[str]:
 def _computed_in_part(model: Any, adapter_name: str) -> list[str]:
     """Return the adapted embeddings and output layers whose forward PEFT (0.21) replaces by a lookup or a product.
 
-    For trained tokens (`TrainableTokensLayer`), PEFT leaves out the bias of a tied output layer. Of an embedding's
-    forward, PEFT runs only the lookup and `embed_scale`. LoRA on an embedding is added after the other steps, but
+    For trained tokens (`TrainableTokensLayer`), PEFT omits the bias of a tied output layer. Of an embedding's
+    forward, PEFT runs only the lookup and `embed_scale`. LoRA on an embedding is added after the other steps, but is
     merged before them.
     """
     layers = []
@@ -196,7 +194,7 @@ def _computed_in_part(model: Any, adapter_name: str) -> list[str]:
 def _config(model: Any, config: Any, lora_kwargs: dict[str, Any]) -> Any:
     if config is not None and lora_kwargs:
         settings = f"config=… and {', '.join(lora_kwargs)}"
-        fix = "put them into the LoraConfig, or leave the config out"
+        fix = "put them into the LoraConfig, or omit the config"
         raise UsageError.of("adapter settings given twice", settings, "one of the two", fix)
     if config is not None:
         return config
@@ -241,8 +239,8 @@ def adapter_words(model: Any) -> tuple[str, ...]:
 def _offline_if_unreachable(model: Any) -> Iterator[bool]:
     """Keep PEFT from waiting for an unreachable hub in the `with` block. Yield True if embeddings must be saved.
 
-    On each save PEFT (0.21) reads the base model's config from the hub. Without the config PEFT assumes that the vocabulary
-    is unchanged. So this function compares the vocabulary's size with the size in the cached config.
+    On each save, PEFT (0.21) reads the config of the base model from the hub. Without this config, PEFT assumes that the
+    vocabulary is unchanged. Therefore this function compares the size of the vocabulary with the size in the cached config.
     """
     configs = getattr(model, "peft_config", None) or {}
     named = [config.base_model_name_or_path for config in configs.values()]
@@ -261,7 +259,7 @@ def _offline_if_unreachable(model: Any) -> Iterator[bool]:
 
 
 def save_policy_too(model: Any) -> None:
-    """Make `save_pretrained` also write the policy: into the folder of the weights, or into each adapter's folder."""
+    """Make `save_pretrained` also write the policy into the folder of the weights, or into the folder of each adapter."""
     if "save_pretrained" in vars(model):
         return
 

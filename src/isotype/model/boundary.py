@@ -2,7 +2,7 @@
 
 Without a boundary, a float32 module would pass float32 tensors to 16-bit modules, or raise an error for 16-bit inputs.
 Examples of float32 modules are a pinned norm, a trained embedding, a `modules_to_save` head, and a layer with a trained
-bias. To set a boundary, isotype swaps the module's class for a subclass (see `isotype.compat.swapped`).
+bias. To set a boundary, isotype replaces the class of the module by a subclass (see `isotype.compat.swapped`).
 """
 
 import itertools
@@ -29,18 +29,18 @@ class BoundarySettings:
       Float outputs are cast to `result`.
     - `"bias"`: for 4-bit layers with a float32 bias. The boundary adds the bias after the layer, because bitsandbytes
       would round a trainable bias in place (`bias.data = bias.data.to(x.dtype)` in `Linear4bit.forward`).
-    - `"int8"`: for 8-bit layers. The boundary adds the bias after the layer, casts the input to `compute`, and reshapes
-      the input to a matrix, as bitsandbytes' int8 kernels require.
+    - `"int8"`: for 8-bit layers. The boundary adds the bias after the layer, casts the input to `compute`, and reshapes the
+      input to a matrix, because bitsandbytes' int8 kernels require a matrix.
     - `"scale"`: for linear layers whose values exceed float16's range. The boundary multiplies the input by
       2^-exponent. The layer multiplies the scaled input by the weight in `compute`. The boundary casts the product to
       `result`, multiplies it by 2^exponent, and adds the bias.
     - `"residual"`: for embeddings and blocks, whose hidden states are the residual stream. The forward runs under
       autocast to `compute`. The first float input and all float outputs are cast to `result`.
     - `"autocast"`: for the whole model, and for modules outside of the blocks. The forward runs under autocast to
-      `compute`, also in evaluation and generation: with a float32 residual stream, every matmul needs autocast.
+      `compute`, also in evaluation and generation, because every matmul needs autocast if the residual stream is float32.
     - `"inputs"`: for towers of images or audio. Float inputs have the processor's dtype, and are cast to `result`.
     - `"merger"`: for the module that puts image features among the embeddings. Its attribute `dtype` is `result`, the dtype
-      of the embeddings: SmolVLM casts image features to `self.dtype`, by default the dtype of the first parameter.
+      of the embeddings. SmolVLM casts image features to `self.dtype`, which is the dtype of the first parameter by default.
 
     bitsandbytes loses the row scales of a copied 8-bit weight. A boundary of any kind keeps them (`_init_8bit_state`).
 
@@ -92,7 +92,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def exponent_by_ranges(module: nn.Module) -> int | None:
-    """Return a `"scale"` boundary's exponent, or 0 for a module in float32 because of value ranges; else None."""
+    """Return the exponent of a `"scale"` boundary, or 0 for a module that is in float32 because of value ranges; else None."""
     match boundary_of(module):
         case BoundarySettings("scale", exponent=exponent):
             return exponent
@@ -109,7 +109,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def sharing(module: nn.Module, parameters: dict[str, Any]) -> Any:
-    """Return a shallow copy of `module` with other `parameters`. `module` itself stays the same for other threads."""
+    """Return a shallow copy of `module` with other `parameters`. For other threads, `module` itself stays the same."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **{PARAMETERS: {**own_parameters(module), **parameters}})
     return twin
@@ -146,7 +146,7 @@ def _forward_bias(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _with_codes(self: Any) -> Any:
-    """Return an 8-bit layer whose weight is an `Int8Params`. FSDP2 makes the weight a plain parameter."""
+    """Return an 8-bit layer whose weight is an `Int8Params`. This is needed because FSDP2 turns the weight into a plain parameter."""
     if hasattr(self.weight, "CB"):
         return self
     from bitsandbytes.nn import Int8Params

@@ -1,7 +1,7 @@
 """Chooses the boundaries of a policy: the modules whose inputs and outputs are cast.
 
 A module needs a boundary in three cases: its weights are float32, it returns float32, or value ranges require a cast.
-The cast is for a float32 residual stream, or for another dtype of this module.
+The cast is needed for a float32 residual stream, or for another dtype of this module.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -22,7 +22,7 @@ from isotype.precision.policy import ModuleException, PrecisionPolicy, is_pinned
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 _OUTPUTS: dict[Hashable, torch.dtype | str | None] = {}
-"""Cache of `output_of`: a hundred norms of a model have the same key (class, settings, shapes, dtype)."""
+"""Cache of `output_of`. A hundred norms of a model have the same key (class, settings, shapes, dtype)."""
 
 
 def range_boundaries(
@@ -75,7 +75,7 @@ def tower_boundaries(model: nn.Module, policy: PrecisionPolicy) -> dict[str, Bou
 
 
 def computes_float32(settings: BoundarySettings | None) -> bool:
-    """Return whether a module with this boundary keeps its weights in float32."""
+    """Return True if a module with this boundary keeps its weights in float32."""
     return settings is not None and (
         settings.kind == "float32" or (settings.kind == "compute" and settings.compute == torch.float32)
     )
@@ -90,7 +90,7 @@ def float32_by_ranges(model: nn.Module, policy: PrecisionPolicy) -> set[str]:
 
 
 def _kind_in_stream(place: Place, block: bool, root: bool, inside_block: bool) -> str | None:
-    """Return the kind of boundary that a module needs if the residual stream is float32; None if it needs none."""
+    """Return the kind of boundary that a module needs if the residual stream is float32; None if it needs no boundary."""
     if place.tuner:
         return None
     if root:
@@ -194,8 +194,9 @@ def output_of(
 ) -> torch.dtype | str | None:
     """Return the dtype that a module without a boundary returns for an input in `dtype`; None if it is not known.
 
-    Return "cast" if the module returns float32 (except with a matrix: its author has chosen that), or takes only float32
-    inputs. A copy runs on the CPU, on zeros of shape `[1, n]`, with all weights in `stored`, or in their own dtypes.
+    Return "cast" if the module accepts only float32 inputs, or returns float32 (except with a matrix, because its author
+    has chosen that). A copy of the module runs on the CPU, on zeros of shape `[1, n]`. All its weights are in `stored`,
+    or in their own dtypes.
     """
     settings = tuple((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
     weights = own_parameters(module).items()

@@ -34,7 +34,7 @@ _PARAMETRIZED = ".parametrizations."
 
 @dataclass(frozen=True)
 class Change:
-    """A change by `enforce`: the name of the parameter, buffer or module, and the change in words (`before -> after`)."""
+    """A change by `enforce`: the name of the parameter, buffer or module, and a description of the change (`before -> after`)."""
 
     name: str
     what: str
@@ -50,8 +50,8 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
       policy has `keep_frozen`, frozen weights keep their dtypes.
     - Quantization states and quantized layers get the compute dtype. Float32 buffers that other code has cast to 16 bits
       become float32 again. Their values stay rounded, except rotary frequencies, which are computed again.
-    - Modules with float32 weights, and norms that always return float32, get a boundary: it casts outputs to the compute
-      dtype.
+    - Modules with float32 weights, and norms that always return float32, get a boundary, which casts outputs to the
+      compute dtype.
     - isotype's function replaces the forward of quantized experts. Liger-Kernel's methods on the experts are removed.
 
     Raises:
@@ -83,7 +83,7 @@ def enforce_model(model: nn.Module, policy: PrecisionPolicy) -> tuple[Change, ..
 
 
 def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPolicy) -> None:
-    """Raise PrecisionError if the model is not stored in the policy's format, which no cast can change."""
+    """Raise PrecisionError if the model is not stored in the format of the policy, because no cast can change this format."""
     quantized = [place for place in all_places if place.kind in _FORMATS]
     formats = ((place.name, _FORMATS[place.kind](place.module)) for place in quantized)
     other = sorted({f for name, f in formats if f is not None and f != policy.code_book_of(base_name(name))})
@@ -97,11 +97,11 @@ def _check_storage(model: Any, all_places: Sequence[Place], policy: PrecisionPol
 
 
 def contradiction(what: str, policy: PrecisionPolicy) -> PrecisionError:
-    """Return the error for weights in another format than the policy's. `what` names the model or checkpoint."""
+    """Return the error for weights in another format than the storage format of the policy. `what` names the model or checkpoint."""
     return PrecisionError.of(
         "the weights have another format than the policy's storage",
         f"{what} under a policy with storage {policy.storage}",
-        "the format the weights are stored in",
+        "the format in which the weights are stored",
         "resolve the policy for this model: isotype.resolve_precision(model, …); to quantize a float "
         "checkpoint, give isotype.load its path and the policy",
     )
@@ -120,7 +120,7 @@ def policy_of(model: Any) -> PrecisionPolicy | None:
 
 
 def summarize(changes: tuple[Change, ...]) -> list[str]:
-    """Return a line for each kind of change with its count, the most frequent kind first."""
+    """Return a line for each kind of change with its count, beginning with the most frequent kind."""
     counts = Counter(change.what for change in changes)
     return [f"{what} ({plural(count, 'place')})" for what, count in counts.most_common()]
 
@@ -140,7 +140,7 @@ def _wanted_dtypes(
     *,
     frozen: bool = False,
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Return the dtype of each unquantized float parameter. float32 wins if several modules share a parameter."""
+    """Return the dtype of each unquantized float parameter. If several modules share a parameter, float32 takes precedence."""
     wanted: dict[nn.Parameter, torch.dtype] = {}
     for place in all_places:
         for parameter, dtype in _own_dtypes(place, policy, by_ranges.get(place.name), frozen).items():
@@ -228,7 +228,7 @@ def fresh_rotary(name: str, module: nn.Module) -> nn.Module:
     """Return a new rotary module with exact frequencies, computed from the config of `module`. `name` is for error messages."""
     config = getattr(module, "config", None)
     if config is None:
-        what = f"{name} ({type(module).__name__}) has 16-bit inv_freq, and no config from which to compute it again"
+        what = f"{name} ({type(module).__name__}) has 16-bit inv_freq, but no config from which to compute it again"
         fix = "do not cast the whole model with .to(dtype); load it with isotype.load"
         raise PrecisionError.of("rotary frequencies were rounded", what, "float32 frequencies", fix)
     return type(module)(config=config)

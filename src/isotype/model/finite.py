@@ -17,7 +17,7 @@ def require_finite(source: object, named: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return name -> counts of NaN and infinity in words, for each tensor that contains NaN or infinity."""
+    """Return name -> a description of the counts of NaN and infinity, for each tensor that contains NaN or infinity."""
     return {name: _words(part) for name, weight in named for part in _values(weight) if not only_finite(part)}
 
 
@@ -26,9 +26,9 @@ def refuse(source: object, broken: Mapping[str, str]) -> None:
     if not broken:
         return
     which = listed((f"{name} ({words})" for name, words in broken.items()), _MOST)
-    fix = "copy, download or train the weights again: nothing repairs them"
+    fix = "copy, download or train the weights again, because nothing can repair them"
     if any(words.endswith("float16") for words in broken.values()):
-        fix += "; if the file has only finite values, they exceed float16: give --dtype bfloat16 or float32"
+        fix += "; if the file has only finite values, they exceed float16: set --dtype bfloat16 or float32"
     what = f"{source}: {plural(len(broken), 'tensor')} with NaN or infinity: {which}"
     raise CheckpointError.of("weights that are not finite", what, "finite numbers", fix)
 

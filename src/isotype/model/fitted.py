@@ -1,11 +1,11 @@
 """Rounds weights to 4 bits in bitsandbytes' format, with block constants that are fitted to a layer's inputs.
 
-In bitsandbytes, a block's constant is its largest magnitude, but dequantization works with any constant. In most
-language models, a few input channels are much larger than the others, and the errors of their weights dominate the
-output's error. If a block's inputs x are nearly independent, weight errors d cause the output error E[(x · d)²] = Σ
-E[x²] d². For weights w with codes c and the codes' values v(c), the best constant is s = Σ E[x²] w v(c) / Σ E[x²]
-v(c)². With this constant, the codes nearest to w / s have at most the error of c. AWQ searches such constants on a grid
-(https://arxiv.org/abs/2306.00978, section 3.2).
+In bitsandbytes, the constant of a block is its largest magnitude, but dequantization works with any constant. In most
+language models, a few input channels are much larger than the others. The errors of their weights are most of the
+output's error. If the inputs x of a block are nearly independent, weight errors d cause the output error E[(x · d)²] =
+Σ E[x²] d². For weights w with codes c and the values v(c) of the codes, the best constant is s = Σ E[x²] w v(c) / Σ
+E[x²] v(c)². With this constant, the codes nearest to w / s have at most the error of c. AWQ searches such constants on
+a grid (https://arxiv.org/abs/2306.00978, section 3.2).
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch
 _STARTS = (1.0, 0.85, 0.7)
 """The constants with which the fit begins, as fractions of the block's largest magnitude."""
 _PIECE = 1 << 18
-"""Number of elements that are processed at once: few enough for the caches in float32."""
+"""Number of elements that are processed at once. In float32, they fit into the caches."""
 _LEAST = 1e-38
 _HALF_RANGE = 32767
 _MIDDLE = torch.tensor(_HALF_RANGE + 0.5, dtype=torch.float32)  # makes the conversion to int round to nearest
@@ -26,11 +26,12 @@ _MIDDLE = torch.tensor(_HALF_RANGE + 0.5, dtype=torch.float32)  # makes the conv
 def fitted_codes(
     flat: torch.Tensor, form: str, moments: torch.Tensor, blocksize: int, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (packed codes `[ceil(n / 2)]`, float32 constants `[blocks]`) of n values, with constants fitted to inputs.
+    """Return (packed codes `[ceil(n / 2)]`, float32 constants `[blocks]`) of n values. The constants are fitted to
+    inputs.
 
     Args:
         moments: E[x²] of each input channel, times any common factor; `[in]`.
-        first: the column, in the layer's weight, of the first value.
+        first: the column, in the weight of the layer, of the first value.
     """
     count = math.ceil(flat.numel() / blocksize)
     codes = torch.empty(count * blocksize, dtype=torch.uint8, device=flat.device)
@@ -121,7 +122,7 @@ def _cell(values: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _cells(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tables for 65535 cells of [-1, 1]: the nearest 4-bit value, and its code. A search would be slower."""
+    """Return tables for 65535 cells of [-1, 1]: the nearest 4-bit value, and its code. A search for the nearest value would be slower."""
     from bitsandbytes.functional import get_4bit_type
 
     values, codes = get_4bit_type(name, device=device).sort()

@@ -23,16 +23,17 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def is_partial(output: Any) -> bool:
-    """Return whether `loss_of` picks one of several differentiable tensors, and so may miss parameters."""
+    """Return True if `loss_of` selects one of several differentiable tensors, and therefore may miss parameters."""
     return sum(leaf.requires_grad for leaf in float_tensors(output)) > 1 and find_loss(output) is None
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """Return the field `loss` of a model's output, or a scalar that must be the loss, or None.
+    """Return the field `loss` of a model's output, or a scalar that must be the loss; None without one.
 
-    A scalar is the loss if it depends on all parameters that the output depends on. The loss in nanoGPT's output
-    `(logits, loss)` is such a scalar; CLIP's temperature is not. A detector's output is a mapping with several losses.
-    If no scalar depends on all these parameters, but the scalars together do, return their sum.
+    A scalar is the loss if it depends on all parameters that the output depends on. For example, the loss in
+    nanoGPT's output `(logits, loss)` is such a scalar, but CLIP's temperature is not. The output of a detector is a
+    mapping with several losses. If no single scalar depends on all these parameters, but the scalars together do,
+    return their sum.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
@@ -54,7 +55,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 
 def ends_behind(tensor: torch.Tensor, visited: set[int]) -> Iterator[Any]:
-    """Yield the nodes that accumulate parameters' gradients for `tensor`. Nodes in `visited` are left out, others added."""
+    """Yield the nodes that accumulate parameters' gradients for `tensor`. Nodes in `visited` are skipped. Other nodes are added to it."""
     waiting: list[Any] = [tensor.grad_fn]
     while waiting:
         node = waiting.pop()

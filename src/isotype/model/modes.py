@@ -30,7 +30,7 @@ _DRAWS = (
 
 
 class NoDraws(TorchFunctionMode):
-    """Mode without random initialization of meta tensors, which would take half a second for a thousand layers."""
+    """Mode without random initialization of meta tensors, because it would take half a second for a thousand layers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -42,7 +42,7 @@ class NoDraws(TorchFunctionMode):
 
 
 class KeepsValues(TorchFunctionMode):
-    """Mode in which `to("meta")` does not move tensors with values: PEFT would move new adapters of a meta model."""
+    """Mode in which `to("meta")` does not move tensors with values, because PEFT would move new adapters of a meta model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,16 +59,17 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 _NUMBERS = (_ITEM, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default)
 """Operators that return a Python number. A meta tensor has no values to return."""
 _PLACED = (PARAMETERS, CHILDREN)
-"""Attributes that are not restored: a forward of FSDP2 changes them together with the state of its hooks."""
+"""Attributes that are not restored, because a forward of FSDP2 changes them together with the state of its hooks."""
 
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """In the `with` block, a model is in evaluation mode, without gradients. Then the model and random states are restored.
+    """In the `with` block, a model is in evaluation mode, without gradients. At the end of the block, the model and the
+    random states are restored.
 
-    A forward may change attributes, containers, parameters and buffers: caches keep the last keys, and PEFT's Arrow
-    changes adapters. On the meta device, a condition on a tensor (`if mask.all():`) is true, and a number read from a
-    tensor is 1.
+    A forward may change attributes, containers, parameters and buffers. For example, caches keep the last keys, and
+    PEFT's Arrow changes adapters. On the meta device, a condition on a tensor (`if mask.all():`) is true, and a
+    number read from a tensor is 1.
     """
     attributes = [vars(module) for module in model.modules()]
     items = (item for values in attributes for item in values.items())
@@ -135,7 +136,7 @@ def result_of(call: Callable[..., Any], *operands: torch.Tensor) -> Any:
 
 
 def is_close(result: Any, wanted: torch.Tensor, rtol: float, atol: float) -> bool:
-    """Return whether `result` has the shape of `wanted` (float64, on a CPU) and, within the tolerances, its values."""
+    """Return True if `result` has the shape of `wanted` (float64, on a CPU) and, within the tolerances, its values."""
     return (
         isinstance(result, torch.Tensor)
         and result.shape == wanted.shape

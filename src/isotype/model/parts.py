@@ -12,9 +12,9 @@ PARTS = (LANGUAGE, PROJECTOR, VISION, AUDIO)
 """The parts of a multimodal model, in the order in which reports list them."""
 ALL = "all"
 _TOWERS = {VISION: "image", AUDIO: "audio"}
-"""Tower -> name of the tower's input in transformers. The tower's config is `vision_config` or `audio_config`."""
+"""Maps a tower to the name of the tower's input in transformers. The tower's config is `vision_config` or `audio_config`."""
 _MERGER = re.compile(r"(^|\.)\w*merger\w*(\.|$)")
-"""Names of the projector behind the blocks of Qwen's and GLM's towers. Its output has the language model's width."""
+"""Names of the projector after the blocks of Qwen's and GLM's towers. Its output has the language model's width."""
 _HEADS = ("score", "classifier", "qa_outputs")
 """Names of the heads of transformers' classifiers and reward models, which belong to the language model."""
 
@@ -61,8 +61,8 @@ def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
 def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) of each block of a tower if the model does not use the block's output.
 
-    LLaVA reads some hidden states of its tower; `vision_feature_layer` has their indices. Index 0 is the first block's
-    input.
+    LLaVA reads only some hidden states of its tower. `vision_feature_layer` contains their indices. Index 0 is the
+    input of the first block.
     """
     indices = getattr(getattr(base, "config", None), "vision_feature_layer", None)
     layers = [indices] if isinstance(indices, int) else list(indices or ())
@@ -89,7 +89,7 @@ def entrances(base: Any) -> Iterator[Any]:
 
 
 def towers_of(base: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (part, module) of each tower of a transformers model. A text model or a tower itself has none."""
+    """Yield (part, module) of each tower of a transformers model. A text model has no tower, and a tower itself has none."""
     config = getattr(base, "config", None)
     for part, modality in _TOWERS.items():
         if getattr(config, f"{part}_config", None) is None or not hasattr(base, "get_encoder"):

@@ -4,8 +4,8 @@ On CPUs, bitsandbytes (0.50.2, `backends/default/ops.py`) processes the whole te
 search for each element. This file processes pieces that fit into the caches, and reads codes from a table.
 
 An element divided by its block's absmax is in [-1, 1]. The element gets the code of the nearest 4-bit value, so codes
-change at the midpoints of neighbouring values. The table has a code for each of 65536 equal cells of [-1, 1]. In a cell
-with a midpoint, a search with bitsandbytes' arithmetic finds the code.
+change at the midpoints of neighboring values. The table has a code for each of 65536 equal cells of [-1, 1]. If a cell
+contains a midpoint, a search with bitsandbytes' arithmetic finds the code.
 """
 
 import functools
@@ -51,16 +51,14 @@ def quantize_4bit(
 
     Args:
         weight: float32, bfloat16 or float16, any shape; with `moments`, a layer's weight or a contiguous part of its values.
-        double_quant: True to quantize absmax, too: to 8 bits in blocks of 256 (https://arxiv.org/abs/2305.14314, section
-            3).
+        double_quant: True to quantize also absmax, to 8 bits in blocks of 256 (https://arxiv.org/abs/2305.14314, section 3).
         moments: E[x²] of each input channel `[in]`, times any common factor, to fit the constants; None for bitsandbytes'
             constants.
         first: for a part of a weight with `moments`, the column of its first element in the layer's weight.
 
-    Returns:
-        (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). A byte has two codes. As
-            in bitsandbytes, each code is the nearest with the float32 constants, which double quantization rounds
-            afterwards.
+    Returns: (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). A byte contains two
+        codes. As in bitsandbytes, each code is the nearest code for the float32 constants. Double quantization rounds these
+        constants afterwards.
     """
     from bitsandbytes import functional
 
@@ -100,8 +98,8 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 codes `[rows, columns]` and float32 row scales `[rows]`, as in `bitsandbytes.nn.Int8Params`.
 
     code = round(127 x / absmax of the row) for the weight x in float16 (https://arxiv.org/abs/2208.07339, section 2).
-    In a row of zeros, the codes are 0. float16 has few digits for small numbers, and overflows above 65504. So rows
-    whose absmax is below 2^-6 or above 65504 are first multiplied by a power of two.
+    In a row of zeros, the codes are 0. float16 has few digits for small numbers, and overflows above 65504. Therefore
+    rows whose absmax is below 2^-6 or above 65504 are first multiplied by a power of two.
     """
     weight = weight.detach()
     rows, columns = weight.shape
@@ -121,7 +119,7 @@ def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _into_float16(absmax: torch.Tensor) -> torch.Tensor:
-    """Return float32 powers of two that bring rows with these largest magnitudes into float16's range; 1 if they fit."""
+    """Return float32 powers of two that move rows with these largest magnitudes into the range of float16; 1 if they fit."""
     absmax = absmax.float()
     factors = torch.exp2(-torch.frexp(absmax).exponent.clamp(min=-126).float())
     return torch.where((absmax >= 2.0**-6) & (absmax <= 65504) | (absmax == 0), 1.0, factors)

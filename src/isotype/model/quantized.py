@@ -1,4 +1,4 @@
-"""Reads quantization states of bitsandbytes layers, sets the dtypes of the states by a policy, and replaces layers."""
+"""Reads quantization states of bitsandbytes layers, sets the dtypes of these states by a policy, and replaces layers."""
 
 import copy
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ def quantization_state(layer: nn.Module) -> Any:
 
 
 def quantization_states(layer: Any) -> list[Any]:
-    """Return the quantization states of a 4-bit layer's weight and of the layer itself. FSDP2 drops the weight's state."""
+    """Return the quantization states of a 4-bit layer's weight and of the layer itself. FSDP2 drops the state of the weight."""
     states = (getattr(holder, "quant_state", None) for holder in (getattr(layer, "weight", None), layer))
     return list({id(state): state for state in states if state is not None}.values())
 
@@ -46,7 +46,8 @@ def codes_of(layer: Any) -> torch.Tensor:
 
 
 def dense_weight(layer: Any, dtype: torch.dtype | None = None, state: Any = None) -> torch.Tensor:
-    """Return a layer's weight, dequantized if it is quantized; `state` replaces a 4-bit layer's quantization state.
+    """Return the weight of a layer, dequantized if it is quantized. `state` replaces the quantization state of a
+    4-bit layer.
 
     By default, `dtype` is the weight's dtype, the dtype of the quantization state, or float32 for int8. A quantized weight
     has the shape `[out, in]`.
@@ -82,12 +83,12 @@ def constant_bytes(layer: Any, weight: torch.Tensor) -> int:
 
 
 def is_int8(weight: torch.Tensor) -> bool:
-    """Return whether a parameter is bitsandbytes' int8 weight, by the name of its class: bitsandbytes is not imported."""
+    """Return True if a parameter's class has the name of bitsandbytes' int8 weight. bitsandbytes is not imported."""
     return type(weight).__name__ == "Int8Params"
 
 
 def replaces_conv1d(layer: Any) -> bool:
-    """Return whether a bitsandbytes layer has replaced a Conv1D. Files have the weights of Conv1D as `[in, out]`."""
+    """Return True if a bitsandbytes layer has replaced a Conv1D. Files have the weights of Conv1D as `[in, out]`."""
     return derives_from(getattr(layer, "source_cls", object), "Conv1D")
 
 
@@ -106,8 +107,8 @@ def align_4bit(name: str, layer: Any, compute: torch.dtype) -> list[str]:
     storage = getattr(layer.weight, "quant_storage", layer.quant_storage)
     if layer.weight.dtype != storage:
         what = f"{name}: codes packed as {dtype_name(storage)} are now {dtype_name(layer.weight.dtype)}"
-        expected = "the bytes as they were packed: casting them changes the codes"
-        fix = "load the model again and do not cast it with .to(dtype), .half() or .bfloat16()"
+        expected = "the bytes as they were packed, because casting them changes the codes"
+        fix = "load the model again, and do not cast it with .to(dtype), .half() or .bfloat16()"
         raise PrecisionError.of("packed 4-bit codes were cast", what, expected, fix)
     if layer.compute_dtype != compute or not layer.compute_type_is_set:
         changes.append(f"compute dtype {_name(layer.compute_dtype)} -> {dtype_name(compute)}")
@@ -157,7 +158,7 @@ def align_8bit(name: str, layer: Any) -> list[str]:
 def _lost(name: str, layer: Any, what: str, constants: str) -> PrecisionError:
     headline = "a quantized layer lost its quantization state"
     lost = f"{name}: {what} of shape {tuple(layer.weight.shape)} without a state"
-    fix = "load the model again: other code has replaced or cast the quantized parameter"
+    fix = "load the model again, because other code has replaced or cast the quantized parameter"
     return PrecisionError.of(headline, lost, f"a weight with codes and {constants}", fix)
 
 
@@ -193,15 +194,16 @@ def restore_layout(layer: Any, before: tuple[tuple[str, Any], ...]) -> None:
 
 
 def is_repacked(state: Any) -> bool:
-    """Return whether bitsandbytes has repacked a weight for this CPU, by its quantization state."""
+    """Return True if bitsandbytes has repacked a weight for this CPU, according to its quantization state."""
     return bool(getattr(state, "packing_format_for_cpu", False))
 
 
 def repacking(layer: Any) -> str | None:
-    """Return why a 4-bit layer's first evaluation forward cannot repack its weight on a CPU with AVX512-BF16.
+    """Return the reason why the first evaluation forward of a 4-bit layer cannot repack its weight on a CPU with
+    AVX512-BF16.
 
     Return "" if repacking works. Return None if nothing is repacked: the layer keeps its training layout, is repacked
-    already, or this version of bitsandbytes does not repack.
+    already, or belongs to a version of bitsandbytes that does not repack.
     """
     state = quantization_state(layer)
     if state is None or getattr(layer, _KEPT, False) or not hasattr(layer, _SWITCH):
@@ -214,11 +216,11 @@ def repacking(layer: Any) -> str | None:
         return None  # disabled by the user
     rows, *more = (int(size) for size in state.shape)
     if len(more) != 1:
-        return f"the weight has {1 + len(more)} dimensions, and repacking needs two"
+        return f"the weight has {1 + len(more)} dimensions, but repacking needs two"
     if rows % _BLOCK_ROWS:
-        return f"{rows} rows are no multiple of {_BLOCK_ROWS}"
+        return f"{rows} rows are not a multiple of {_BLOCK_ROWS}"
     if more[0] % state.blocksize:
-        return f"{more[0]} columns are no multiple of the block size {state.blocksize}"
+        return f"{more[0]} columns are not a multiple of the block size {state.blocksize}"
     return ""
 
 
@@ -257,7 +259,7 @@ def store_layers(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 
 
 def leave_dense(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Replace layers by dense ones to initialize and train, because the checkpoint lacks their quantized `weights`."""
+    """Replace layers by dense layers to initialize and train, because the checkpoint lacks their quantized `weights`."""
     modules = dict(model.named_modules())
     for name in {weight.rpartition(".")[0] for weight in weights}:
         if name in modules and kind_of(modules[name]) in _BITS:
@@ -275,7 +277,7 @@ def _int8(layer: Any) -> nn.Module:
 
 
 def dense_layer(layer: Any, dtype: torch.dtype) -> nn.Module:
-    """Return an `nn.Linear` or Conv1D in place of a quantized layer: with its bias, and a weight on the meta device."""
+    """Return an `nn.Linear` or Conv1D that replaces a quantized layer. It has the bias of the layer, and a weight on the meta device."""
     with torch.device("meta"):
         if replaces_conv1d(layer):
             linear = layer.source_cls(layer.out_features, layer.in_features)

@@ -1,4 +1,4 @@
-"""Finds the linear layers whose weight a model's code reads directly, without the layer's forward.
+"""Finds the linear layers whose weight the code of a model reads directly, without the forward of the layer.
 
 An adapter on such a layer has no effect, and packed codes in place of the weight break the code.
 """
@@ -23,7 +23,7 @@ _QUERIES = re.compile(r"^(isinstance|getattr|hasattr|setattr|len|type|id)$|init|
 
 
 def layers_read(base: Any, *, packed: bool = False) -> dict[str, str]:
-    """Return layer name -> parent's class, for each linear layer whose weight a method of a parent reads.
+    """Return layer name -> class of the parent, for each linear layer whose weight a method of a parent reads.
 
     With `packed`, also return the linear layers for which packed codes would break a method. Such a method changes the
     weight in place (Gemma 3n), or casts to the weight's dtype (SigLIP 2 casts pixels).
@@ -42,8 +42,8 @@ def layers_read(base: Any, *, packed: bool = False) -> dict[str, str]:
 def unquantizable(base: Any) -> tuple[str, ...]:
     """Return the layers whose weight a method of a parent reads or changes, as names for `llm_int8_skip_modules`.
 
-    `mixer.dt_proj` names all layers with this ending. Layers of at most 8 weights are named, too: their codes may have the
-    shape `[1, 1]`, which bitsandbytes takes as a transposed weight.
+    `mixer.dt_proj` names all layers with this ending. Layers of at most 8 weights are also named, because their codes may
+    have the shape `[1, 1]`, which bitsandbytes interprets as a transposed weight.
     """
     linear = {name: module for name, module in base.named_modules() if type(module) is nn.Linear}
     dense = layers_read(base, packed=True).keys() | {n for n, m in linear.items() if m.weight.numel() <= 8}

@@ -1,4 +1,4 @@
-"""Settings of gradient checkpointing: the backward computes activations again, and the forward does not save them."""
+"""Settings of gradient checkpointing, which computes activations again in the backward instead of saving them in the forward."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def checkpointing(arguments: Any) -> dict[str, Any] | None:
 
 
 def needs_input_gradients(arguments: Mapping[str, Any] | None, model: Any) -> bool:
-    """Return whether the embeddings' output has to require gradients: for reentrant checkpointing and PEFT's aLoRA hooks."""
+    """Return True if the output of the embeddings has to require gradients, for reentrant checkpointing or PEFT's aLoRA hooks."""
     return bool((arguments or {}).get("use_reentrant") or why_whole_rows(model))
 
 

@@ -1,6 +1,7 @@
-"""Removes equal layers from a model before a trace. Of 80 equal layers, two stay and stand for all of them.
+"""Removes equal layers from a model before a trace. For example, two of 80 equal layers stay, and represent all of
+them.
 
-Folding changes the model in place. If the model has weights, fold a copy.
+This change (folding) is made in place. If the model has weights, fold a copy of the model.
 """
 
 import copy
@@ -34,12 +35,12 @@ _TOKENS = re.compile(r"token_ids?$")
 _NOT_FOLDED = ("hidden_size_per_layer_input",)
 
 calls_represented: ContextVar[int] = ContextVar("calls_represented", default=1)
-"""Number of equal calls that one call of a layer represents in a trace. The layer may represent several layers, too."""
+"""Number of equal calls that one call of a layer represents in a trace. The layer may also represent several layers."""
 
 
 @contextmanager
 def representing(count: int) -> Iterator[None]:
-    """In the `with` block, each operator stands for `count` equal calls in a trace."""
+    """In the `with` block, each operator represents `count` equal calls in a trace."""
     token = calls_represented.set(count)
     try:
         yield
@@ -49,11 +50,11 @@ def representing(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Fold:
-    """The plan to fold a list: the layers that stay, and the layers for which each of them stands.
+    """The plan to fold a list: the layers that stay, and the layers that each of them represents.
 
     Attributes:
-        kept: original number of each layer that stays -> number of layers for which it stands.
-        represents: for each original layer, the index (in the folded list) of the layer that stands for it.
+        kept: original number of each layer that stays -> number of layers that it represents.
+        represents: for each original layer, the index (in the folded list) of the layer that represents it.
     """
 
     kept: dict[int, int]
@@ -66,8 +67,8 @@ def fold(model: nn.Module) -> nn.Module:
     Only lists of at least 4 layers are folded. Layers are equal if their modules, parameters and buffers are equal.
     Equal modules have the same class and plain attributes (except the layer's number). Equal tensors have the same
     name, shape, dtype, device and `requires_grad`. The first and last layer of each kind stay, with their names
-    (`model.layers.0`, `model.layers.79`). The first layer stands only for itself, so that its extra work counts once.
-    The last layer stands for all others (attribute `_stands_for`). Layer numbers and configs are updated.
+    (`model.layers.0`, `model.layers.79`). The first layer represents only itself, so that its extra work counts once.
+    The last layer represents all others (attribute `_stands_for`). Layer numbers and configs are updated.
     """
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):
@@ -94,7 +95,7 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 def _is_sliced(around: Sequence[nn.Module], layers: nn.Module) -> bool:
-    """Return whether a forward uses a slice of the list. `around` has the owner of the list and the modules around it."""
+    """Return True if a forward uses a slice of the list. `around` contains the owner of the list and the modules around it."""
     name = next(name for name, child in around[0].named_children() if child is layers)
     slicing = re.compile(rf"\.{name}\[([^\]:]*):([^\]]*)\]")
     slices = (part for module in around for part in slicing.findall(_source(type(module).forward)))
@@ -158,7 +159,7 @@ def _is_number(value: object) -> bool:
 
 
 def _plan(signatures: Sequence[Any]) -> _Fold:
-    """Return which layers of a list stay, given the kind (signature) of each layer.
+    """Return which layers of a list stay. The argument contains the kind (signature) of each layer.
 
     For each kind, cut the list before the first and after the last layer of that kind. In each piece between two cuts,
     the first and the last layer of each kind stay.
@@ -205,7 +206,7 @@ def _config_of(around: Iterable[nn.Module]) -> Any:
 
 
 def _around(model: nn.Module, owner: nn.Module) -> Iterator[nn.Module]:
-    """Yield `owner` and the modules around it, the nearest first."""
+    """Yield `owner` and the modules around it, beginning with the nearest."""
     holder = {id(child): parent for parent in model.modules() for child in parent.children()}
     module: nn.Module | None = owner
     while module is not None:

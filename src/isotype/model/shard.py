@@ -1,8 +1,8 @@
 """Shards a model under a policy by FSDP2. Every tensor keeps its dtype.
 
 FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers and reduces a group of parameters together, and the trained
-parameters of a group need one dtype. Under a policy, a model has several dtypes. So FSDP2 casts nothing when it gathers
-(`param_dtype=None`). Parameters that are trained in another dtype than their block form a separate group.
+parameters of a group need one dtype. Under a policy, a model has several dtypes. Therefore FSDP2 casts nothing when it
+gathers (`param_dtype=None`). Parameters that are trained in another dtype than their block form a separate group.
 """
 
 import sys
@@ -32,19 +32,19 @@ def has_shards(model: nn.Module) -> bool:
 
 
 def is_gathered(module: nn.Module) -> bool:
-    """Return whether FSDP2 gathers this module's parameters before its forward."""
+    """Return True if FSDP2 gathers the parameters of this module before its forward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded before it is imported
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def is_flattened(model: nn.Module) -> bool:
-    """Return whether FSDP1 has replaced parameters of `model` by this process's parts of flattened parameters."""
+    """Return True if FSDP1 has replaced parameters of `model` by this process's parts of flattened parameters."""
     flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     return any(isinstance(module, flat) for module in model.modules())
 
 
 def uncopied(model: nn.Module) -> str:
-    """Return why a step must not run on a copy of a sharded model; "" if it may."""
+    """Return the reason why a step must not run on a copy of a sharded model; "" if it may."""
     if is_flattened(model):
         return "FSDP1 has flattened the parameters"
     # `ds_id` is an attribute of the parameters that ZeRO-3 has partitioned.
@@ -70,7 +70,7 @@ def gathering(model: nn.Module) -> dict[str, tuple[str, torch.dtype | None]]:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free gathered parameters: some FSDP2 groups keep them after a forward without a backward, or after an error."""
+    """Free gathered parameters, because some FSDP2 groups keep them after a forward without a backward, or after an error."""
     for module in filter(is_gathered, model.modules()):
         reshard(module)
 
@@ -87,18 +87,18 @@ def outer_gathered(model: Any) -> Iterator[None]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a sharded tensor; for another tensor, `tensor` itself."""
+    """Return this process's part of a sharded tensor. For other tensors, return `tensor` itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def device_of(policy: PrecisionPolicy) -> torch.device:
-    """Return the device of this process's part of a model: a CPU if the policy says so or there is no accelerator."""
+    """Return the device of this process's part of a model. It is a CPU if the policy requests this, or if there is no accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator if accelerator and policy.device != "cpu" else torch.device("cpu")
 
 
 def process_count() -> int:
-    """Return the number of processes in torch's process group, or 1 without a group."""
+    """Return the number of processes in torch's process group; 1 without a group."""
     from torch import distributed
 
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
@@ -129,8 +129,8 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
     policy's reduce dtype.
 
     Args:
-        model: any module; its parameters may be on the meta device.
-        mesh: a one-dimensional `DeviceMesh`; by default all processes.
+        model: any module. Its parameters may be on the meta device.
+        mesh: a one-dimensional `DeviceMesh`. The default contains all processes.
         reshard: True to free a block's gathered weights after its forward, and to gather them again in its backward.
 
     Returns:
@@ -144,7 +144,7 @@ def shard_model(model: Any, policy: PrecisionPolicy, mesh: Any = None, *, reshar
 
     mesh = mesh_over_all(device_of(policy)) if mesh is None else mesh
     if mesh.ndim != 1:
-        mesh_text, fix = f"a mesh of {mesh.ndim} dimensions", "give mesh['the dimension to shard over']"
+        mesh_text, fix = f"a mesh of {mesh.ndim} dimensions", "pass mesh['the dimension to shard over']"
         raise UsageError.of("a mesh that cannot be sharded over", mesh_text, "one dimension", fix)
     mixed = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=policy.reduce, cast_forward_inputs=False)
     _plain_codes(model)
@@ -202,12 +202,12 @@ def integers_named() -> Iterator[None]:
             raise
         what = f"weights stored as integers under torch {torch.__version__}"
         expected = "weights stored in a float dtype, or a newer torch"
-        fix = "torch 2.13 shards integers; 4-bit codes can be stored as floats: --bnb_4bit_quant_storage bfloat16"
+        fix = "torch 2.13 can shard integers; 4-bit codes can be stored as floats: --bnb_4bit_quant_storage bfloat16"
         raise PrecisionError.of("this torch cannot shard quantized weights", what, expected, fix) from error
 
 
 def _plain_codes(model: nn.Module) -> None:
-    """Make quantized weights plain parameters, because FSDP2 drops parameters' attributes. The layers keep the constants."""
+    """Make quantized weights plain parameters, because FSDP2 drops the attributes of parameters. The layers keep the constants."""
     for place in places(model):
         layer: Any = place.module
         if place.kind == "linear4bit":
@@ -242,7 +242,7 @@ def _of_another_dtype(model: nn.Module, outside: list[nn.Module] | None = None) 
 
 
 def _lone_embedding(model: Any) -> nn.Module | None:
-    """Return the input embedding if it is frozen and not shared: its weight can be freed after the lookup."""
+    """Return the input embedding if it is frozen and not shared, because its weight can then be freed after the lookup."""
     embedding: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if embedding is None or kind_of(embedding) != "embedding" or embedding.weight.requires_grad:
         return None

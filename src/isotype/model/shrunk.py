@@ -21,7 +21,7 @@ _TABLE = table(__file__)
 TEXT = _fields(_TABLE["text"])
 """Sizes of language models. LayerDrop is off, because the step must not depend on random numbers."""
 TOWER = {**TEXT, **_fields(_TABLE["tower"])}
-"""Sizes of vision and audio towers: some fields of `TEXT` have smaller values, and some fields exist only in towers."""
+"""Sizes of vision and audio towers. Some fields of `TEXT` have smaller values, and some fields exist only in towers."""
 
 _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
@@ -109,7 +109,7 @@ def _shrink_rotary(rotary: dict[str, Any], before: int | None, after: int | None
 
 
 def _cut_layers(config: Any) -> None:
-    """Keep only the first layers of a config: at least two, at most `MOST_LAYERS`, and if possible one of each kind."""
+    """Keep only the first layers of a config: at least two, at most `MOST_LAYERS`, and if possible one layer of each kind."""
     number = next((value for name in _LAYERS if isinstance(value := vars(config).get(name), int)), None)
     if number is None or number <= 2:
         return

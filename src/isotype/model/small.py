@@ -1,4 +1,4 @@
-"""A small copy of a model for this CPU, in float64: the model's own modules, or its class with a small config."""
+"""A small copy of a model for this CPU, in float64. It has the modules of the model, or is of the same class with a small config."""
 
 import copy
 import math
@@ -20,16 +20,16 @@ from isotype.model.shrunk import shrunk_config, special_tokens
 from isotype.model.walk import empty_copies, fill_copies, kind_of, lists_of_blocks
 
 MOST_WEIGHTS = 8_000_000
-"""Maximum number of weight elements (without embeddings) in a copy of the modules: 256 tokens then take 0.25 s."""
+"""Maximum number of weight elements (without embeddings) in a copy of the modules. With this number, 256 tokens take 0.25 s."""
 MOST_WEIGHTS_OF_CLASS = 32_000_000
 """Maximum number of weight elements in a smaller model of the same class."""
 _JITTER = 0.05
-"""Standard deviation of added noise over that of the weight. Without noise, zeros in a weight would hide dependencies."""
+"""Standard deviation of added noise, divided by the standard deviation of the weight. Without noise, zeros in a weight would hide dependencies."""
 _SPARE = 8
 _LAYERS_OF_A_COPY = 2
 _RANDOM = ("dropout", "drop_rate", "layerdrop")
 _STAND_IN = "isotype_flash"
-"""Name of an attention with FlashAttention's masks. It replaces FlashAttention on CPUs and accepts any dtype."""
+"""Name of an attention with FlashAttention's masks. This attention replaces FlashAttention on CPUs, and accepts any dtype."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def small_copy(model: nn.Module, ids: torch.Tensor | None, most_bytes: int | Non
 
 
 def _copyable(model: nn.Module) -> bool:
-    """Return whether a model's own modules can be copied: none is quantized, and all buffers have values."""
+    """Return True if the modules of a model can be copied: none is quantized, and all buffers have values."""
     quantized = any(kind_of(module) in ("linear4bit", "linear8bit") for module in model.modules())
     packed = any(map(is_traceable_wrapper_subclass, model.parameters()))
     return not quantized and not packed and all(map(has_values, model.buffers()))
@@ -145,7 +145,7 @@ def _copied(
     """Return a copy of the model's own modules with new tensors. Float tensors are in `dtype`.
 
     `memo` maps the `id` of a module to its replacement; copies are added to it. `left_out` contains the `id` of each
-    module without a copy.
+    module that is not copied.
     """
     memo = {} if memo is None else memo
     empty_copies(model, memo)
@@ -167,7 +167,7 @@ def _copied(
 
 
 def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a parameter, scaled and with noise; random values if the parameter has none."""
+    """Return the values of a parameter, scaled and with noise. If the parameter has no values, return random values."""
     shape = parameter.shape
     if parameter.is_meta or isinstance(parameter, FakeTensor):
         return _generic(shape, generator).to(dtype)
@@ -183,7 +183,7 @@ def _values(parameter: nn.Parameter, generator: torch.Generator, dtype: torch.dt
 
 
 def _scale(shape: torch.Size) -> float:
-    """Return a weight's standard deviation for which the outputs of its matmul are about as large as the inputs."""
+    """Return the standard deviation of a weight for which the outputs of its matmul are about as large as the inputs."""
     inputs = math.prod(shape[1:]) if len(shape) < 3 else shape[-1]
     return 1 / math.sqrt(max(inputs, 1))
 

@@ -1,8 +1,8 @@
 """Chooses the layers for `all-linear`, and describes the weights that get no adapters.
 
-`all-linear` leaves out routers. It also leaves out layers whose weight the model uses without calling the layer: their
-adapters would have no effect. Examples are `F.linear(x, self.out_proj.weight)` and Mamba's fused scans. All layers that
-the user names get adapters.
+`all-linear` leaves out routers. It also omits layers whose weight the model uses without calling the layer, because
+adapters on these layers would have no effect. Examples are `F.linear(x, self.out_proj.weight)` and Mamba's fused scans.
+All layers that the user names get adapters.
 """
 
 import copy
@@ -106,7 +106,7 @@ def save_drawn(model: Any, config: Any) -> tuple[str, ...]:
 
 
 def _module_of(model: Any, name: str, drawn: set[str]) -> str:
-    """Return the name of the largest module that has the parameter `name` and no parameter outside of `drawn`; else ""."""
+    """Return the name of the largest module that contains the parameter `name`, but no parameter outside of `drawn`; else ""."""
     path, best = name.rpartition(".")[0], ""
     while path:
         module = model.get_submodule(path)
@@ -125,11 +125,11 @@ _OF_WEIGHTS = ("orthogonal", "olora", "pissa")
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets in an adapter's config, and the reasons why other layers are no targets.
+    """The targets in the config of an adapter, and the reasons why other layers are not targets.
 
     Attributes:
         wide: True if the config's targets are `all-linear`.
-        unable: settings of the config that PEFT does not support for stacked experts; empty if no target is stacked.
+        unable: settings of the config that PEFT does not support for stacked experts. It is empty if no target is stacked.
         reads: layer without an adapter -> the class that uses its weight without calling it.
         excluded: layer in a part of the model without adapters -> the reason.
     """
@@ -142,10 +142,10 @@ class Targets:
 
 @dataclass(frozen=True)
 class Adapt:
-    """The parts of a model with adapters (names in `isotype.model.parts`), and why other parts have no adapters."""
+    """The parts of a model that get adapters (names in `isotype.model.parts`), and the reasons why other parts get none."""
 
     parts: tuple[str, ...] = PARTS
-    why: str = "adapt= does not name their part of the model"
+    why: str = "adapt= does not name the part of the model that contains these layers"
 
 
 def _is_unable(config: Any, name: str) -> bool:
@@ -259,7 +259,7 @@ def _narrow(base: Any, config: Any, excluded: Mapping[str, str], adapt: Adapt) -
 
 def _nothing_left(adapt: Adapt | None) -> UsageError:
     parts = listed((adapt or Adapt()).parts)
-    expected, fix = "a part that has layers among the targets", "name another part, or leave adapt out"
+    expected, fix = "a part that has layers among the targets", "name another part, or omit adapt"
     return UsageError.of("nothing to adapt", f"adapters on {parts} alone", expected, fix)
 
 
@@ -304,7 +304,7 @@ _LINEAR, _STACKED, _ROUTER = "linear layer", "stacked expert weight", "router"
 
 
 def what_is_adapted(model: Any, targets: Targets, config: Any) -> tuple[str, ...]:
-    """Return sentences on weights with and without adapters; no sentences if every named weight has an adapter."""
+    """Return sentences on weights with and without adapters. There are no sentences if every named weight has an adapter."""
     weights = list(_weights(model, targets)) if targets.wide or targets.unable else []
     total = sum(weight.size * weight.count for weight in weights)
     without = [w for w in weights if not w.adapted and (targets.wide or w.kind == _STACKED)]
@@ -351,7 +351,7 @@ def _reason(weight: _Weight, targets: Targets, config: Any) -> str:
     if targets.unable:
         settings = " and ".join(f"{name} {getattr(config, name)}" for name in targets.unable)
         return f"PEFT cannot adapt them with {settings}"
-    return "they are parameters, not linear layers: name them in target_parameters"
+    return "they are parameters, not linear layers, so name them in target_parameters"
 
 
 def _counted(weights: list[_Weight], total: int) -> str:
@@ -363,7 +363,7 @@ def _counted(weights: list[_Weight], total: int) -> str:
 
 
 def _weights(model: Any, targets: Targets) -> Iterator[_Weight]:
-    """Yield the weights of linear layers, routers and experts. The head, and modules that PEFT has copied, are left out."""
+    """Yield the weights of linear layers, routers and experts. The head, and modules that PEFT has copied, are omitted."""
     base, adapted = model.get_base_model(), set()
     repeats = repeats_of(base)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
@@ -402,7 +402,7 @@ def _kind(base: Any, name: str, module: Any, key: str, value: Any) -> str | None
 
 
 def _routes(base: Any, name: str) -> bool:
-    """Return whether a layer is a router: by its name or a parent's, or because it has an output for each expert."""
+    """Return True if a layer is a router, because of its name or its parent's name, or because it has an output for each expert."""
     around = [*map(base.get_submodule, with_parents(name))]
     experts = [m for m in around[1:4] if any("expert" in child.lower() for child, _ in m.named_children())]
     words = [type(module).__name__ for module in around] + name.split(".")
@@ -420,18 +420,18 @@ def _counts(block: Any) -> set[int]:
 
 
 def trained_heads(base: Any) -> tuple[str, ...]:
-    """Return the linear layers that PEFT trains whole if an adapter has the model's task type."""
+    """Return the linear layers that PEFT trains as a whole if an adapter has the task type of the model."""
     heads = TRAINED_WHOLE.get(task_type_of(base) or "", ())
     linear = (name for name, module in base.named_modules() if type(module) is nn.Linear)
     return tuple(name for name in linear if names_one_of(name, heads))
 
 
 def refuse_quantized(model: Any, config: Any) -> None:
-    """Raise UsageError if an adapter with this config trains a quantized layer whole."""
+    """Raise UsageError if an adapter with this config trains a quantized layer as a whole."""
     whole = [*(getattr(config, "modules_to_save", None) or ()), *TRAINED_WHOLE.get(task_of(config) or "", ())]
     quantized = (place.name for place in places(model) if place.kind in ("linear4bit", "linear8bit"))
     if layers := [name for name in quantized if names_one_of(name, whole)]:
         what = f"{listed(layers)}: quantized, and trained whole (modules_to_save, or the head of the adapter's task)"
         expected = "a layer with float weights, because packed codes cannot be trained"
-        fix = "load the model with isotype.load from float weights, and give the layer an adapter, or leave it out"
+        fix = "load the model with isotype.load from float weights, and add an adapter to the layer, or omit the layer"
         raise UsageError.of("quantized layers cannot be trained whole", what, expected, fix)

@@ -84,12 +84,12 @@ def _names_of(cls: Any) -> frozenset[str]:
 
 
 def derives_from(cls: Any, name: str) -> bool:
-    """Return whether a class or one of its bases has this name. The class's library is not imported."""
+    """Return True if a class or one of its bases has this name. The class's library is not imported."""
     return name in _names_of(cls)
 
 
 def is_tuner_layer(module: nn.Module) -> bool:
-    """Return whether a module is a tuner layer of PEFT: it wraps a layer of the model."""
+    """Return True if a module is a tuner layer of PEFT, which wraps a layer of the model."""
     return derives_from(type(module), _TUNER)
 
 
@@ -97,7 +97,7 @@ _ROUTER = re.compile(r"Top_?[kK]Router$")
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module is a router of transformers that has its own weight."""
+    """Return True if a module is a router of transformers that has its own weight."""
     weight = own_parameters(module).get("weight")
     named = any(_ROUTER.search(cls.__name__) for cls in type(module).__mro__)
     return named and weight is not None and weight.ndim == 2
@@ -109,7 +109,7 @@ _BLOCK_PARTS = re.compile(
 
 
 STANDS_FOR = "_stands_for"
-"""Attribute of a layer in a folded model: the number of layers for which it stands."""
+"""Attribute of a layer in a folded model: the number of layers that this layer represents."""
 
 
 class FoldedList(nn.ModuleList):
@@ -121,7 +121,7 @@ class FoldedList(nn.ModuleList):
 
 
 def repeats_of(model: nn.Module) -> dict[str, int]:
-    """Return module name -> number of modules of the original model for which this module stands."""
+    """Return module name -> number of modules of the original model that this module represents."""
     repeats: dict[str, int] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         repeats[name] = repeats.get(name.rpartition(".")[0], 1) * int(getattr(module, STANDS_FOR, 1))
@@ -129,7 +129,7 @@ def repeats_of(model: nn.Module) -> dict[str, int]:
 
 
 def lists_of_blocks(model: nn.Module, fewest: int) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield (module with the list, list) of each list of at least `fewest` blocks. Lists of experts are left out."""
+    """Yield (module with the list, list) of each list of at least `fewest` blocks. Lists of experts are omitted."""
     for owner in model.modules():
         for child in owner.children():
             plain = type(child) in (nn.ModuleList, nn.Sequential, FoldedList)
@@ -144,7 +144,7 @@ def blocks_in(model: nn.Module, fewest: int = 1) -> list[nn.Module]:
 
 
 def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of each block that is in no other block, in the model's order."""
+    """Yield name and module of each block that is in no other block, in the order of the model."""
     # A ModuleList has no forward, also as an element of another list.
     blocks = {id(block) for block in blocks_in(model) if not isinstance(block, nn.ModuleList)}
     last = None
@@ -155,19 +155,19 @@ def outermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_block(layer: nn.Module) -> bool:
-    """Return whether a layer is a block: with attention, a mixer or an MLP inside."""
+    """Return True if a layer is a block, which contains attention, a mixer or an MLP."""
     parts = ((name, type(part).__name__) for name, part in layer.named_modules() if part is not layer)
     return any(_BLOCK_PARTS.search(name) or _BLOCK_PARTS.search(kind) for name, kind in parts)
 
 
 def living(kind: type[Kind]) -> Iterator[Kind]:
-    """Yield all objects of a type, and of its subclasses, in this process, except those that `gc.freeze` has frozen."""
+    """Yield all objects of a type and its subclasses in this process, except objects that `gc.freeze` has frozen."""
     # `isinstance` would read an attribute and load a lazy object of the script.
     yield from (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
 
 
 def name_in_process(parameter: nn.Parameter) -> str:
-    """Return a parameter's longest name in any module of this process; "" if it is in no child of a module."""
+    """Return the longest name of a parameter in any module of this process; "" if the parameter is in no child of a module."""
     pairs = (pair for module in living(nn.Module) for pair in module.named_parameters(remove_duplicate=False))
     return max((name for name, value in pairs if value is parameter and "." in name), key=len, default="")
 
@@ -208,10 +208,11 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def plain_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of float tensors in plain attributes of `module`, which `.to()` does not move.
+    """Yield (name, tensor) of float tensors in plain attributes of `module`, because `.to()` does not move these
+    tensors.
 
     In a dict, list or tuple, the name is the attribute and the key (`meta.scale`, `blocks.0.weight`). If an attribute is the
-    parent of `module`, the parent's weights are yielded, too.
+    parent of `module`, the weights of the parent are also yielded.
     """
     visited = {id(module)}
     for name, value in _unregistered(module):
@@ -249,7 +250,7 @@ _LISTENS = "_isotype_listens"
 
 
 def listening(hook: _Hook) -> _Hook:
-    """Mark a hook that only observes. Fused code may skip it."""
+    """Mark a hook that only observes. Fused code may skip such a hook."""
     hook.__dict__[_LISTENS] = True
     return hook
 
@@ -293,7 +294,7 @@ def _fill_slots(copy: Any, original: Any, memo: dict[int, Any]) -> None:
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of an attribute; if it cannot be copied, the attribute itself."""
+    """Return a deep copy of an attribute. If it cannot be copied, return the attribute itself."""
     if isinstance(value, _SHARED) or type(value) in _ATOMS:
         return value
     if type(value) in _HOLDERS and not value:  # most attributes of a module are empty; deepcopy is slower
@@ -343,7 +344,7 @@ def _with_copies(function: Any, memo: dict[int, Any]) -> Any:
 
 
 def _with_copies_in(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a stored value with copies in place of modules, tensors and methods in it; the value itself without them."""
+    """Return a stored value in which copies replace modules, tensors and methods. Without them, return the value itself."""
     if isinstance(value, types.FunctionType):
         return _with_copies(value, memo)
     if isinstance(value, types.MethodType):
@@ -366,7 +367,7 @@ def _with_copies_in(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _object_with_copies(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a callable object with copies in its attributes, as accelerate's wrapper of a forward; itself without any."""
+    """Return a callable object (such as accelerate's wrapper of a forward) with copies in its attributes; without any, itself."""
     kind: Any = type(value)
     if not callable(value) or not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module)):
         return value

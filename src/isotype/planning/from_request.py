@@ -1,4 +1,4 @@
-"""`isotype.plan` finds the settings that fit on a device, their speed, and the command for the best settings."""
+"""`isotype.plan` finds the settings that fit on a device, estimates their speed, and prints the command for the best settings."""
 
 import copy
 import warnings
@@ -38,7 +38,7 @@ from isotype.train.preflight.step import least_row, positions_of, row_length
 SCHEMA_VERSION = 1
 
 COUNTS = (2, 4, 8, 16, 32, 64)
-"""Numbers of devices that are tried if a step does not fit on one device."""
+"""Numbers of devices to try if a step does not fit on one device."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Plan(Record):
         return text_of(self, SCHEMA_VERSION, NAMES)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write a page with the tables and a chart of memory against tokens per second.
+        """Write an HTML page with the tables and a chart of memory against tokens per second.
 
         Raises:
             SaveError: the file cannot be written.
@@ -79,18 +79,19 @@ def plan(
     damages: Mapping[str, float] | None = None,
     **arguments: Any,
 ) -> Plan:
-    """Return the settings with which a model can be trained on a device, and the command for the best settings.
+    """Return the settings that can train a model on a device, and the command for the best settings.
 
-    Each row of the result has the memory and speed of one combination of settings, from a training step that is traced on
+    Each row of the result gives the memory and the speed of one combination of settings. The training step is traced on
     fake tensors, without weights.
 
     Args:
         model: a directory, config.json, GGUF file, `embedded:NAME` or hub id.
         device: name of a device or of a device profile, or several names.
-        data: a data set, for the lengths of rows and the hours: a file, a folder, `embedded:NAME` or a hub id.
+        data: a data set that determines the lengths of rows and the hours of training: a file, a folder, `embedded:NAME` or a
+            hub id.
         goal: a key of `isotype.planning.record.GOALS`.
-        damages: storage format -> damage: the KL divergence between the next-token distributions of the unquantized and
-            the quantized model, in nats. The default is the cached result of `isotype quality`.
+        damages: dictionary from storage format to damage. The damage is the KL divergence between the next-token distributions
+            of the unquantized and the quantized model, in nats. The default is the cached result of `isotype quality`.
         **arguments: arguments of `isotype plan` and of the training command as keywords (`length=2048`, `lora_r=64`).
 
     Raises:
@@ -128,7 +129,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
         less = fitting_lighter(replace(request, longest=False), config)
         if less is not None and any(row.fits for row in less[2]):
             answer = plan_of_request(less[1])
-            note = f"switched off, because nothing fits otherwise: {less[0]}"
+            note = f"turned off, because nothing fits otherwise: {less[0]}"
             return replace(answer, notes=(note, *answer.notes))
     devices = []
     for profile in profiles:
@@ -152,7 +153,7 @@ def plan_of_request(request: PlanRequest) -> Plan:
     refused = dict.fromkeys(reason for search in searches for reason in search.refused)
     notes = dict.fromkeys(note for search in searches for note in search.notes)
     length = searches[0].length
-    fewer = f"rows of {length} tokens instead of {request.length}: the model has no more positions"
+    fewer = f"rows of {length} tokens instead of {request.length}, because the model has no more positions"
     shortened = [fewer] if request.length and request.length > length else []
     return Plan(
         model=request.step.source,
@@ -195,7 +196,7 @@ def is_out_of_reach(rows: Sequence[Row]) -> bool:
 
 
 def _devices_needed(request: PlanRequest, profile: DeviceProfile, rows: Sequence[Row]) -> int | None:
-    """Return the smallest number of devices (in `COUNTS`) that can train the sharded model; None if none is enough."""
+    """Return the smallest number of devices (in `COUNTS`) that can train the sharded model; None if no number is enough."""
     least = min(rows, key=lambda row: row.peak, default=None)
     if not request.longest or least is None or profile.kind in ("cpu", "mps"):
         return None
@@ -226,7 +227,7 @@ def measured_layers(checkpoint: Checkpoint) -> Damages | None:
 
 
 def totals(damages: Damages | None) -> dict[str, float]:
-    """Return {format: damage in nats if all layers of the base model are stored in this format}."""
+    """Return the damage of the model for each format, in nats, if all layers of the base model are stored in this format."""
     return {} if damages is None else {"float32": 0.0, **{form: damages.total(form) for form in MEASURED}}
 
 
@@ -245,9 +246,9 @@ def _rooms(request: PlanRequest, profiles: Sequence[DeviceProfile]) -> dict[str,
 
 
 def _length(request: PlanRequest, config: Any) -> int:
-    """Return a row's length in tokens: as requested, of the data's longest row, or a default.
+    """Return the length of a row in tokens: the requested length, the length of the data's longest row, or a default.
 
-    The model's number of positions limits the length, except of rows with images, which are never cut.
+    The model's number of positions limits this length, except for rows with images, which are never cut.
     """
     step = request.step
     wanted = request.length or step.length
@@ -268,7 +269,7 @@ def _rows_per_device(request: PlanRequest, length: int) -> int:
 
 
 def chosen_row(search: Search, rows: list[Row], goal: str) -> Row | None:
-    """Return the row that the goal picks; None if no row fits at any length.
+    """Return the row that the goal selects; None if no row fits at any length.
 
     If no row in `rows` fits, a row with the longest length that fits is added to `rows` and returned. The same applies to
     the goal `longest` without `--max_length`.
@@ -288,7 +289,7 @@ def chosen_row(search: Search, rows: list[Row], goal: str) -> Row | None:
 def _settings(request: PlanRequest, notes: Iterable[str]) -> str:
     step = request.step
     if step.lora is None:
-        return f"every weight is trained, {step.optimizer}"
+        return f"all weights are trained, {step.optimizer}"
     targets = getattr(step.lora, "target_modules", None) or "all-linear"
     names = targets if isinstance(targets, str) else ", ".join(sorted(targets))
     if names == "all-linear":
@@ -330,7 +331,7 @@ def _bounded_rows(request: PlanRequest) -> list[Row]:
 
 
 def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest, list[Row]] | None:
-    """Return (dropped settings, request, rows) of the first request of `lighter` that fits, else of its last, or None."""
+    """Return (dropped settings, request, rows) of the first request in `lighter` that fits, else of the last; None if it is empty."""
     candidates = list(lighter(request, config))
     rows: dict[str, list[Row]] = {}
 
@@ -348,11 +349,14 @@ def fitting_lighter(request: PlanRequest, config: Any) -> tuple[str, PlanRequest
 
 
 def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanRequest]]:
-    """If experts have adapters, yield requests that need less and less memory, each as (dropped settings, request)."""
+    """If experts have adapters, yield requests that need less and less memory, as pairs (dropped settings, request)."""
     names = _layers_beside_experts(request, config)
     if not names:
         return
-    dropped, less = f"adapters on experts (they stay on {', '.join(names)})", _with_targets(names, request)
+    dropped, less = (
+        f"adapters on experts (only {', '.join(names)} have adapters)",
+        _with_targets(names, request),
+    )
     on_gpu = all(device_profile(name).kind == "cuda" for name in request.devices)
     if on_gpu and "optim" not in request.command.values:
         yield "optimizer states in 32 bits (--optim adamw_bnb_8bit)", _with_8_bit_states(request)
@@ -363,7 +367,7 @@ def lighter(request: PlanRequest, config: Any) -> Iterator[tuple[str, PlanReques
 
 
 def _with_least_memory(dropped: str, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Unless the user chose a storage, yield requests with nf4 and recomputed layers, then also with shorter rows."""
+    """Unless the user chose a storage, yield a request with nf4 and recomputed layers, and then requests with shorter rows."""
     step, command = request.step, request.command
     if not request.quantize or step.precision.quantization is not None or step.precision.storage is not None:
         return
@@ -416,11 +420,13 @@ BATCH, LENGTH, STORAGE = PLANNED
 
 
 def resolve_auto(command: Command) -> tuple[Command, Row]:
-    """Return the command with planned values for `auto`, and the chosen row. Raise UsageError if nothing fits."""
+    """Return the command with planned values in place of `auto`, and the chosen row. Raise UsageError if nothing fits."""
     if processes() > 1:
         fix = f"isotype plan … --devices {processes()} prints the command for all processes"
         what, expected = f"auto in {processes()} processes", "the same numbers in every process"
-        raise UsageError.of("a training with several processes cannot plan", what, expected, fix)
+        raise UsageError.of(
+            "a plan is not possible inside a training with several processes", what, expected, fix
+        )
     auto = command.planned
     rows = None if BATCH in auto else command.given(BATCH)
     request = replace(request_of(command, (command["device"],), rows=rows), quantize=STORAGE in auto)
@@ -431,7 +437,7 @@ def resolve_auto(command: Command) -> tuple[Command, Row]:
     if row is None:
         least = min((row.peak for row in plan.rows), default=0)
         need = f"a step needs at least {format_bytes(least)} and may use {plan.devices[0].room}"
-        fix = "a smaller model, or a larger device: isotype plan MODEL --device NAME shows what fits"
+        fix = "use a smaller model or a larger device: isotype plan MODEL --device NAME shows what fits"
         raise UsageError.of("nothing fits", need, "a step that fits", fix)
     return _with_values(command, row), row
 

@@ -1,6 +1,7 @@
-"""Plans for models of many sizes, if a request names no model.
+"""Plans for models of many sizes, for a request that names no model.
 
-Only each model's config.json is known. Without a tokenizer, every row of a data set counts with the full length.
+Only the config.json of each model is known. Without a tokenizer, every row of a data set is assumed to have the full
+length.
 """
 
 import json
@@ -15,14 +16,14 @@ from isotype.planning.from_request import Plan, plan_of_request
 from isotype.planning.request import parse_request, parser
 
 ENOUGH = 3
-"""Planning starts with the largest model and ends when this number of models fit."""
+"""Planning starts with the largest model, and ends when this number of models fits."""
 
 
 _CONFIGS: Any = table(__file__)
 SHELF: Mapping[str, Mapping[str, Any]] = {
     name: {**_CONFIGS["shared"], **config} for name, config in _CONFIGS["models"].items()
 }
-"""Name of a model -> its config, the largest model first."""
+"""Maps the name of a model to its config, with the largest model first."""
 
 
 def names_a_model(argv: Sequence[str]) -> bool:

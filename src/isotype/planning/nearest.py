@@ -1,4 +1,4 @@
-"""Finds the settings that fit and change the least, for a step that does not fit."""
+"""If a step does not fit, finds the settings that fit and differ least from the settings of the step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,9 +23,9 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def nearest(request: PlanRequest) -> tuple[Row | None, str]:
-    """Return (first row that fits, ""), or (None, clause about the tried settings).
+    """Return (first row that fits, ""), or (None, clause about the tried settings) if no row fits.
 
-    Smaller micro-batches are tried first, then recomputation, then other storages, then shorter rows.
+    Smaller micro-batches are tried first, then recomputation, then other storage formats, then shorter rows.
     """
     step, lighter = request.step, None
     again = replace(step, auto=False, checkpointing=CHECKPOINTING)
@@ -54,7 +54,7 @@ def nearest(request: PlanRequest) -> tuple[Row | None, str]:
 
 
 def _clause(search: Search, rows: Sequence[Row], lighter: Any = None) -> str:
-    """Return a clause about rows that do not fit: storage and memory. `lighter` is the result of `fitting_lighter`."""
+    """Return a clause about rows that do not fit, with their storage and memory. `lighter` is the result of `fitting_lighter`."""
     tried, untraced = [], []
     for row in rows:
         storage = f"{row.storage} {row.sharding}".strip()
@@ -65,7 +65,9 @@ def _clause(search: Search, rows: Sequence[Row], lighter: Any = None) -> str:
         else:
             untraced.append(f"{format_bytes(row.peak)} in {storage}")
     if untraced:
-        tried.append(f"not traced: weights and adapters alone exceed the limit: {', '.join(untraced)}")
+        tried.append(
+            f"not traced, because weights and adapters alone exceed the limit: {', '.join(untraced)}"
+        )
     if lighter is not None and lighter[2]:
         least = min(lighter[2], key=lambda row: row.peak)
         tried.append(f"without {lighter[0]}, {least.storage} needs at least {format_bytes(least.peak)}")
@@ -74,7 +76,7 @@ def _clause(search: Search, rows: Sequence[Row], lighter: Any = None) -> str:
 
 
 def with_nearest(findings: tuple[Finding, ...], step: StepPlan, command: Command) -> tuple[Finding, ...]:
-    """Return the findings. A memory finding without a verified fix gets the nearest settings that fit as first fix."""
+    """Return the findings. If a memory finding has no verified fix, add the nearest settings that fit as its first fix."""
     memory = [finding for finding in findings if finding.kind == "memory"]
     if not memory or any(fix.verified for finding in memory for fix in finding.fixes):
         return findings
@@ -109,7 +111,7 @@ _LIKE = (
 
 
 def _changes(command: Command, row: Row) -> str:
-    """Return words for the arguments that the command of `row` changes, or "". Arguments in `_LIKE` are not listed."""
+    """Describe the arguments that the command of `row` changes; "" if it changes none. Arguments in `_LIKE` are not listed."""
     changes = command.difference(row.command).items()
     changed = [f"{n} {after} instead of {before}" for n, (before, after) in changes if n not in _LIKE]
     return f", with {', '.join(changed)}" if changed else ""
@@ -130,7 +132,7 @@ def advice(command: Command) -> str:
             request = replace(request, memory=room_of(profile, all_free=True).size)
         row, tried = nearest(replace(request, length=request.length or request.step.length))
     except IsotypeError as error:
-        return f"out of memory; settings that fit could not be searched: {error.headline}"
+        return f"out of memory; the search for settings that fit failed: {error.headline}"
     if row is None:
         return f"out of memory, and {tried}; isotype plan shows what fits on another device"
     used, changes = format_bytes(row.peak), _changes(command, row)

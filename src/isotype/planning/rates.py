@@ -1,6 +1,7 @@
-"""Rates for time estimates: measured on a device of this machine, or a share of the data sheet's rates (`REACHED`).
+"""Rates for time estimates. They are measured on a device of this machine, or are a share of the data sheet's rates
+(`REACHED`).
 
-`benchmarks/rates.py` fits these shares to published runs and tests them on other runs (table in docs/plan.md).
+`benchmarks/rates.py` fits these shares to published runs, and tests them on other runs (table in docs/plan.md).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ _SECONDS = 1.0
 
 
 class _Load(NamedTuple):
-    """Sizes of timed operations: bytes of a copy (beyond all caches), random values, calls per synchronization."""
+    """Sizes of timed operations: bytes of a copy (too large for all caches), random values, and calls per synchronization."""
 
     copied: int
     drawn: int
@@ -25,7 +26,7 @@ class _Load(NamedTuple):
 
 _CPU = _Load(copied=64 << 20, drawn=1 << 21, queued=1)
 _GPU = _Load(copied=256 << 20, drawn=1 << 25, queued=8)
-"""A GPU copies 256 MiB, as much as the largest last-level cache of a GPU (MI300X) holds."""
+"""A GPU copies 256 MiB, which is the size of the largest last-level cache of a GPU (MI300X)."""
 _TRIES = 5
 _PART = 0.9
 _ELEMENT = 4
@@ -41,9 +42,9 @@ class Reached(StepRates):
 
     Attributes:
         products: share of the peak rate that matrix products reach on a GPU with a peak of 100 TFLOP/s.
-        falling: exponent by which the share falls on faster GPUs: `products` * (100 TFLOP/s / peak rate) ** `falling`.
-        ceiling: the largest share. GeForce GPUs and A10G reach this share: their 16-bit products that accumulate in
-            float32 run at half the rate, which is at most twice the rate of float32 products.
+        falling: exponent by which the share decreases on faster GPUs: `products` * (100 TFLOP/s / peak rate) ** `falling`.
+        ceiling: the largest share. GeForce GPUs and A10G reach this share. Their 16-bit products that accumulate in float32 run
+            at half the rate, which is at most twice the rate of float32 products.
     """
 
     products: float
@@ -51,7 +52,7 @@ class Reached(StepRates):
     ceiling: float
 
     def rates(self, peaks: Mapping[torch.dtype, float]) -> dict[torch.dtype, float]:
-        """Return the FLOP/s that matrix products reach, by dtype. `peaks` are the data sheet's FLOP/s."""
+        """Return the FLOP/s that matrix products reach, by dtype. The argument `peaks` contains the FLOP/s of the data sheet."""
         halved = 2.02 * peaks.get(torch.float32, 0.0)
         falls = {dtype: self.products * (1e14 / peak) ** self.falling for dtype, peak in peaks.items()}
         return {
@@ -64,14 +65,16 @@ REACHED = Reached(products=0.7, falling=0.083, ceiling=0.97, launch=15e-6, sprea
 
 
 def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[DeviceProfile, str]:
-    """Return the profile with rates for time estimates, and the source of the rates in words ("" if there are none).
+    """Return the profile with rates for time estimates, and a description of the source of the rates ("" without
+    rates).
 
-    A device of this machine is measured in about a second. Other devices get the shares that published runs reach.
+    A device of this machine is measured in about a second. For other devices, the rates are the shares that published
+    runs reach.
     """
     steps = None if profile.kind == "cpu" else reached
     if profile.present:
         measured, steady = _measured(profile)
-        busy = "" if steady else ", which was busy: times are uncertain"
+        busy = "" if steady else ", while it was busy: times are uncertain"
         return replace(measured, steps=steps), f"rates measured on this machine{busy}"
     if not profile.peak_flops or profile.memory_bandwidth is None:
         return profile, ""
@@ -80,7 +83,7 @@ def with_rates(profile: DeviceProfile, reached: Reached = REACHED) -> tuple[Devi
 
 
 def _measured(profile: DeviceProfile) -> tuple[DeviceProfile, bool]:
-    """Return the profile with measured rates, and whether the rates of matrix products are reliable."""
+    """Return the profile with measured rates, and True if the rates of matrix products are reliable."""
     device = torch.device(profile.name)
     rates = measure_all(profile.name, _SECONDS)
     steady = all(rate.steady for rate in rates.values() if rate.message is None)
@@ -103,7 +106,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def draw_rate(device: torch.device) -> float:
-    """Return random values per second of a dropout mask, in the fastest of several tries. A CPU draws in one thread."""
+    """Return the random values per second of a dropout mask in the fastest of several tries. A CPU uses one thread."""
     count = _load(device).drawn
     mask = torch.empty(count, dtype=torch.uint8, device=device)
     generator = torch.Generator(device).manual_seed(0)  # torch's global generator stays unchanged
@@ -113,7 +116,8 @@ def draw_rate(device: torch.device) -> float:
 def page_rate(device: torch.device) -> float | None:
     """Return the bytes of zeroed pages that the operating system provides to a CPU per second; None on other devices.
 
-    A CPU waits for these pages at the first write to a new memory block. Allocators of other devices keep freed blocks.
+    A CPU waits for these pages at the first write to a new memory block. The allocators of other devices keep freed
+    blocks.
     """
     if device.type != "cpu":
         return None

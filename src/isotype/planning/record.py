@@ -1,4 +1,4 @@
-"""The results of a plan as dataclasses, and functions that pick a row for a goal."""
+"""The results of a plan as dataclasses, and functions that select a row for a goal."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from isotype.train.command.command import Command
 GOALS: Mapping[str, str] = {
     "balanced": "the most precise storage at most 25 % slower than the fastest",
     "longest": "the longest rows",
-    "fastest": "the most tokens a second",
-    "best": "the most precise storage, and with it the most tokens a second",
+    "fastest": "the most tokens per second",
+    "best": "the most precise storage, and then the most tokens per second",
 }
 
 
@@ -39,18 +39,18 @@ class Time:
 
     @property
     def low(self) -> float:
-        """Seconds of a step if it is as fast as the spread allows."""
+        """Seconds of a step if the step is as fast as the spread allows."""
         return self.seconds / self.spread
 
     @property
     def high(self) -> float:
-        """Seconds of a step if it is as slow as the spread allows."""
+        """Seconds of a step if the step is as slow as the spread allows."""
         return self.seconds * self.spread
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A training on the whole data set with the settings of one row.
+    """A training on the whole data set with the settings of one row of the plan.
 
     Attributes:
         rows: rows of the data set.
@@ -61,8 +61,8 @@ class Workload:
         longest: tokens of the data set's longest row; None if tokens were not counted.
         cut: share of the data set's rows that are longer than the plan's length; None if tokens were not counted.
         padding: share of padding among a step's tokens; None if tokens were not counted.
-        packed_seconds: seconds that all epochs would take with `--packing`; None if the time is unknown, if rows are
-            already packed, or if the method has no `--packing`.
+        packed_seconds: seconds that all epochs would take with `--packing`. None if the time is unknown, if rows are already
+            packed, or if the method has no `--packing`.
         packs: minimum number of packed rows in an epoch; None if rows are not packed.
     """
 
@@ -85,7 +85,7 @@ class Row:
     Attributes:
         device: name of the device profile.
         devices: number of devices that train together.
-        storage: format of frozen weights; `mixed` means that each layer has its own format.
+        storage: format of frozen weights; `mixed` means that layers have different formats.
         compute: dtype of products.
         checkpointing: layers recomputed in the backward pass: `off`, `every layer`, …
         sharding: `""` on one device, else `DDP` or `FSDP2`.
@@ -93,20 +93,20 @@ class Row:
         length: tokens of a row.
         accumulation: micro-batches of a step.
         peak: bytes at the step's peak.
-        room: bytes the step may take.
-        phase: phase of the peak.
-        kinds: kind -> bytes alive at the peak.
+        room: bytes that the step may use.
+        phase: phase of the step with the memory peak.
+        kinds: kind -> bytes in memory at the peak.
         time: estimated time; None if the device's rates are unknown.
-        longest: length in tokens of the longest row that fits; 0 if no row fits, None if it was not searched. The
-            search uses micro-batches of one row, unless the user set `rows`.
+        longest: length in tokens of the longest row that fits; 0 if no row fits, None if it was not searched. The search uses
+            micro-batches of one row, unless the user set `rows`.
         longest_is_all: true if the longest row that was tried fits, or if the model has only `longest` positions.
         work: the training on the data set; None without a data set.
-        damage: KL divergence between the next-token distributions of the unquantized and the quantized model, in nats;
-            None if unknown. For mixed storage, the damage is an estimate.
+        damage: KL divergence between the next-token distributions of the unquantized and the quantized model, in nats; None if
+            unknown. For mixed storage, the damage is an estimate.
         base_memory: maximum bytes of a base model with mixed storage; None if there is no limit.
         policy: the precision policy.
         command: the training command of the row.
-        on_front: true if the row fits and is faster than all rows of the device that take less memory.
+        on_front: true if the row fits, and is faster than all rows of the device that need less memory.
     """
 
     device: str
@@ -139,12 +139,12 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        """True if the step takes at most `room`."""
+        """True if the step needs at most `room` bytes."""
         return self.peak <= self.room
 
     @property
     def spare(self) -> Signed:
-        """Bytes of the memory limit that the step leaves free; negative if the step does not fit."""
+        """Bytes of the memory limit that the step does not use; negative if the step does not fit."""
         return self.room - self.peak
 
     @property
@@ -184,14 +184,14 @@ class Device:
 
     Attributes:
         name, title: name and title of the device profile.
-        memory: bytes of the device's memory; None if the memory varies.
+        memory: bytes of the device's memory; None if the size of the memory varies.
         room: memory limit of a step, in words.
-        rates: source of the rates from which time is estimated; "" without rates.
+        rates: source of the rates that estimate the time; "" without rates.
         notes: warnings about dtypes on this device, such as slow emulation.
-        chosen: the row that the goal picks; None if nothing fits.
-        rows: rows of all settings, including rows that do not fit.
-        enough: smallest number of devices of this kind on which the sharded step with the least memory fits. None if
-            none is enough, or if none was tried.
+        chosen: the row that the goal selects; None if nothing fits.
+        rows: rows for all combinations of settings, including rows that do not fit.
+        enough: smallest number of devices of this kind on which the sharded step with the least memory fits. None if no number
+            is enough, or if no number was tried.
     """
 
     name: str
@@ -206,21 +206,21 @@ class Device:
 
     @property
     def chosen_index(self) -> int | None:
-        """Index of the row that the goal picks; None if nothing fits."""
+        """Index of the row that the goal selects; None if nothing fits."""
         return None if self.chosen is None else self.rows.index(self.chosen)
 
 
 @dataclass(frozen=True)
 class Record:
-    """The data of a `Plan`: devices, their rows, and the row that the goal picks.
+    """The data of a `Plan`: devices, their rows, and the row that the goal selects.
 
     Attributes:
         model: the model's name in the request.
         method: the training method.
-        settings: adapters and optimizer, in words.
+        settings: a description of adapters and optimizer.
         goal: criterion of the choice, a key of `GOALS`.
         devices: devices in the order of the request.
-        refused: storages that cannot be trained on a device, each with the reason.
+        refused: storage formats that cannot be trained on a device, each with the reason.
         notes: costs that are not counted, and other remarks.
     """
 
@@ -238,7 +238,7 @@ class Record:
 
     @property
     def chosen(self) -> Row | None:
-        """The row that the goal picks, on the first device on which a row fits."""
+        """The row that the goal selects on the first device on which a row fits."""
         return next((device.chosen for device in self.devices if device.chosen is not None), None)
 
     @property
@@ -253,7 +253,7 @@ class Record:
 
 
 _SLOWER = 1.25
-"""The goal `balanced` picks a row that takes at most this many times as long as the fastest row."""
+"""The goal `balanced` selects a row that takes at most this many times as long as the fastest row."""
 
 _CODES = ("int8", MIXED, "nf4", "fp4")
 """Quantization formats, the most precise first."""
@@ -280,7 +280,7 @@ def picked(rows: Sequence[Row], goal: str) -> Row | None:
 
 
 def front(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the Pareto front: rows that fit and are faster than all rows that take less memory."""
+    """Return the Pareto front: rows that fit and are faster than all rows that need less memory."""
     best: list[Row] = []
     for row in sorted((row for row in rows if row.fits), key=lambda row: (row.peak, -row.speed)):
         if not best or row.speed > best[-1].speed:
@@ -289,7 +289,7 @@ def front(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
-    """Return True if another fitting sharded row with the same storage has fewer micro-batches than `row`.
+    """Return True if another sharded row that fits has the same storage and fewer micro-batches than `row`.
 
     Each micro-batch gathers all weights twice, and the estimated time does not include this communication.
     """
@@ -298,7 +298,7 @@ def _gathers_more(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _imprecision(row: Row) -> float:
-    """Return a rank of the row's storage format, which is lower the more precise the format is."""
+    """Return a rank of the row's storage format. More precise formats have a lower rank."""
     if row.storage in _CODES:
         return 8 + _CODES.index(row.storage)
     # Experts that stay in their stored format are not rounded.

@@ -22,10 +22,10 @@ from isotype.train.preflight.plan import Options, StepPlan
 from isotype.train.preflight.step_plan import plan_of, without_version
 
 OWN = ("method", "devices", "max_memory", "rows", "length", "image", "images")
-"""Arguments that only a plan has and that `isotype.plan` takes as keywords."""
+"""Arguments that only a plan has. `isotype.plan` accepts them as keywords."""
 
 EXAMPLE_DATA = "embedded:precision_qa"
-"""Data set of a printed `sft` command if the request names none: without a data set, the command would not run."""
+"""Data set in a printed `sft` command if the request names no data, because the command would not run without data."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class PlanRequest:
     Attributes:
         count: number of devices that train together.
         memory: bytes that a step may use; None for the device's limit.
-        rows: rows of a micro-batch; None if the plan chooses them.
-        at_most: maximum rows of a micro-batch; None if there is no limit besides the rows of a step.
+        rows: rows of a micro-batch; None if the plan chooses the number.
+        at_most: maximum rows of a micro-batch; None if only the rows of a step limit the number.
         length: tokens of a row; None for the data's longest row or a default.
         step_rows: rows of an optimizer step over all devices and micro-batches; None if `step_tokens` is set instead.
-        quantize: True to let the plan choose the storage if no argument names one.
+        quantize: True if the plan may choose the storage when no argument names a storage.
         longest: True to search for the longest row that fits.
-        damages: measured damage in nats of each storage, see `Row.damage`.
+        damages: measured damage of each storage in nats (see `Row.damage`).
         layers: measured damage of each layer in each format, from which mixed storage is chosen; None if not measured.
     """
 
@@ -117,7 +117,7 @@ def request_of(
     image: tuple[int, int] | None = None,
     images: int = 1,
 ) -> PlanRequest:
-    """Return a request for the plan of a training command, which chooses values for arguments that are `auto`."""
+    """Return a plan request for a training command. The plan chooses values for arguments that are `auto`."""
     auto = command.planned
     tokens = command["tokens_per_step"]
     command = command.but(tokens_per_step=None, **dict.fromkeys(auto))
@@ -144,7 +144,7 @@ def request_of(
 def command_of(
     request: PlanRequest, row: Row, profile: DeviceProfile, checkpointing: Mapping[str, Any] | None
 ) -> Command:
-    """Return the training command of a row, with `--device` only if the device is in this machine.
+    """Return the training command of a row. The command has `--device` only if the device is in this machine.
 
     `checkpointing`: arguments of the model's `gradient_checkpointing_enable`; None if no layer is recomputed.
     """
@@ -171,7 +171,7 @@ def command_of(
 
 
 def _batch_arguments(request: PlanRequest, row: Row) -> dict[str, int]:
-    """Return the arguments with which a step has at least the requested rows."""
+    """Return the arguments that set at least the requested number of rows in a step."""
     rows, accumulation = row.rows, row.accumulation
     if request.step_rows is not None and rows * accumulation * request.count < request.step_rows:
         if accumulation == 1:

@@ -30,9 +30,9 @@ from isotype.train.run import NotForeseenError, choose
 
 
 def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float | None]) -> Workload | None:
-    """Return the work of a training on the data set with the settings of a plan's row; None without a data set.
+    """Return the work of a training on the data set with the settings of a row of the plan; None without a data set.
 
-    `seconds`: function (rows, tokens) -> seconds of a micro-batch, or None if the time is unknown.
+    `seconds`: function that returns the seconds of a micro-batch for (rows, tokens), or None if the time is unknown.
     """
     step = request.step
     if step.data_rows is None:
@@ -75,13 +75,13 @@ def work_of(request: PlanRequest, row: Row, seconds: Callable[[int, int], float 
 STORAGES: tuple[str | None, ...] = (None, "int8", "nf4")
 """Storages to try, the most precise first. None means no quantization."""
 PACKED_STORAGES: tuple[str | None, ...] = (None, MXFP4, "nf4")
-"""Storages to try if a checkpoint has mxfp4 experts. With `MXFP4`, the experts stay in mxfp4."""
+"""Storages to try if a checkpoint has experts in mxfp4. With `MXFP4`, the experts stay in mxfp4."""
 
 LENGTHS = 64
 """The search tries only row lengths that are multiples of this number of tokens."""
 
 FARTHEST = 32768
-"""Maximum tokens of a traced row unless the goal is `longest`, because tracing a longer row takes seconds."""
+"""Maximum tokens of a traced row, because tracing a longer row takes seconds. The goal `longest` has no such maximum."""
 
 _FITTINGS = 8
 """A plan tries at most this number of mixed storages (layers in several formats) for one batch size."""
@@ -92,7 +92,7 @@ _NEAR = 32
 
 @dataclass
 class Search:
-    """The search for one request, on devices that run the same operators in a step.
+    """The search for one request, on devices whose steps run the same operators.
 
     Attributes:
         rooms: memory limit of a step for each device name.
@@ -115,7 +115,7 @@ class Search:
     _steps_by_key: dict[tuple[str, str, str], Steps] = field(default_factory=dict)
 
     def rows(self) -> Iterator[Row]:
-        """Yield a row for each combination of settings and device, in the order of `STORAGES`; mixed storage comes last."""
+        """Yield a row for each combination of settings and device, in the order of `STORAGES`. Mixed storage comes last."""
         uniform: dict[str, list[Row]] = {profile.name: [] for profile in self.profiles}
         pinned = self._mixed_is_pinned()
         for row in self._uniform_rows():
@@ -147,7 +147,7 @@ class Search:
         return self._steps_by_key.setdefault(steps.key, steps)
 
     def _sparser_row(self, steps: Steps, profile: DeviceProfile) -> Iterator[Row]:
-        """Yield a row that recomputes every n-th layer if a micro-batch fits only with recomputation."""
+        """If a micro-batch fits only with recomputation, yield a row that recomputes every n-th layer."""
         rows = self.request.rows or self.request.command.least_rows
 
         def foresee(arguments: Mapping[str, Any] | None) -> int:
@@ -167,7 +167,7 @@ class Search:
                 yield self._steps(step, arguments)
 
     def _model(self, step: PlannedStep) -> Any:
-        """Return the model of a step, without weights. Every layer is recomputed if the request sets this."""
+        """Return the model of a step, without weights. If the request asks for recomputation, every layer is recomputed."""
         pinned = None if self.request.step.auto else self.request.step.checkpointing
         return step.model(pinned if pinned == CHECKPOINTING else None)[0]
 
@@ -197,7 +197,7 @@ class Search:
                 yield step
 
     def _refuse(self, storage: str, refusal: IsotypeError) -> None:
-        """Record why a storage cannot be trained. If the plan has only this storage and only one device, raise the error."""
+        """Record the reason why a storage cannot be trained. If the plan has only this storage and only one device, raise the error."""
         if len(self._storages()) == 1 and len(self.request.devices) == 1:
             raise refusal
         titles = ", ".join(profile.title for profile in self.profiles)
@@ -209,7 +209,7 @@ class Search:
         return self.request.layers is not None and self.request.count == 1
 
     def _mixed_is_pinned(self) -> bool:
-        """Return True if the user requests mixed storage and sets no memory limit for it."""
+        """Return True if the user requests mixed storage without a memory limit for it."""
         precision = self.request.step.precision
         return precision.quantization == MIXED and precision.base_memory is None and self._may_mix
 
@@ -227,7 +227,7 @@ class Search:
     # Mixed storage
 
     def _mixed_rows(self, profile: DeviceProfile, rows: Sequence[Row]) -> Iterator[Row]:
-        """Yield, for each nf4 row that fits, a row whose mixed storage also uses the memory that nf4 leaves free."""
+        """For each nf4 row that fits, yield a row whose mixed storage also uses the memory that nf4 leaves free."""
         for row in rows:
             if row.storage != "nf4" or not row.fits or row.checkpointing_value is None:
                 continue
@@ -236,10 +236,11 @@ class Search:
                 yield mixed
 
     def _fitted_mixed_row(self, steps: Steps, row: Row, profile: DeviceProfile) -> Row | None:
-        """Return the most precise mixed storage that fits with the micro-batches of `row` (nf4), as a row; else None.
+        """Return a row with the most precise mixed storage that fits with the micro-batches of `row` (nf4); None if
+        none fits.
 
-        Only a trace shows the temporary memory of 8-bit layers. Each try that does not fit gives the next try less
-        memory for the weights.
+        Only a trace shows the temporary memory of 8-bit layers. After each try that does not fit, the next try gets
+        less memory for the weights.
         """
         damages = self.request.layers
         assert damages is not None
@@ -259,7 +260,7 @@ class Search:
         return None
 
     def _mixed_step(self, plan: StepPlan, memory: int) -> PlannedStep | None:
-        """Return an nf4 plan's step with mixed storage of at most `memory` bytes; None if no mixed storage is that small."""
+        """Return the step of an nf4 plan with mixed storage of at most `memory` bytes; None if no mixed storage is that small."""
         base = self.request.step
         precision = replace(plan.precision, quantization=MIXED, base_memory=memory)
         try:
@@ -278,7 +279,7 @@ class Search:
         return replace(other._row(steps, profile), longest=row.longest, longest_is_all=row.longest_is_all)
 
     def _row(self, steps: Steps, profile: DeviceProfile) -> Row:
-        """Return the row with the largest micro-batch that fits on a device, else with the smallest micro-batch."""
+        """Return the row with the largest micro-batch that fits on a device, or else with the smallest micro-batch."""
         size = self.rooms[profile.name].size
         assert size is not None
         rows, longest, is_all = 1, None, False
@@ -325,7 +326,7 @@ class Search:
         return layers.estimate(storages, "nf4")
 
     def _micro_batch(self, steps: Steps, size: int) -> int:
-        """Return the requested rows of a micro-batch, else the most that fit and make equal micro-batches, else the least."""
+        """Return the rows of a micro-batch: the requested rows, or the most that fit and divide a step evenly, or the fewest."""
         if self.request.rows is not None:
             return self.request.rows
         most = largest(
@@ -339,13 +340,13 @@ class Search:
         return self.request.command.least_rows if most is None else self._even_rows(most)
 
     def _even_rows(self, most: int) -> int:
-        """Return at most `most` rows for a micro-batch. If the user sets the rows of a step, micro-batches are equal."""
+        """Return at most `most` rows for a micro-batch. If the user sets the rows of a step, all its micro-batches are equal."""
         if self.request.step_rows is None:
             return -(-self.step_rows // -(-self.step_rows // most))
         return max(rows for rows in range(1, most + 1) if self.step_rows % rows == 0)
 
     def _searches_longest(self, steps: Steps) -> bool:
-        """Return True if no other checkpointing needs less memory. Only then, the longest row is searched."""
+        """Return True if no other checkpointing needs less memory. The longest row is searched only in this case."""
         every = self.request.step.auto and steps.arguments is None
         return not every or not getattr(steps.step.model(None)[0], "supports_gradient_checkpointing", True)
 
@@ -389,7 +390,7 @@ def _time(traced: Traced, profile: DeviceProfile, accumulation: int) -> Time | N
 
 
 def runs_alike(profile: DeviceProfile) -> tuple[object, ...]:
-    """Return the device properties on which a step's trace depends. Devices with equal properties share traces."""
+    """Return the device properties that a step's trace depends on. Devices with equal properties share traces."""
     capability = profile.capability or (0, 0)
     return (
         profile.kind,

@@ -1,4 +1,4 @@
-"""Traces steps with one set of settings. Each batch shape is traced once."""
+"""Traces steps that differ only in the shape of their batch. Each shape of a batch is traced once."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,11 +17,11 @@ _OF_BATCH: tuple[MemoryKind, ...] = ("activations", "inputs", "predictions")
 
 @dataclass(frozen=True)
 class Traced:
-    """Memory and time of the step with one batch shape.
+    """Memory and time of the step for one shape of the batch.
 
     Attributes:
         peak: bytes at the memory peak over the first step and all later steps.
-        kinds: kind -> bytes alive at the peak.
+        kinds: kind -> bytes in memory at the peak.
         times: profile name -> time of the step; None for a profile without rates.
         notes: sentences about parts that the trace leaves out, and about layers without an adapter.
     """
@@ -55,7 +55,7 @@ class Steps:
 
     @property
     def checkpointing(self) -> str:
-        """Description of the recomputed layers: `off`, `every layer`, …"""
+        """Description of the recomputed layers, such as `off` or `every layer`."""
         return Choice(self.arguments, "").words
 
     @property
@@ -80,7 +80,7 @@ class Steps:
 
     @cached_property
     def constant(self) -> Traced:
-        """The memory of weights, adapters and buffers, without a trace."""
+        """The memory of weights, adapters and buffers. No trace is needed."""
         kinds, names = self.step.constant_bytes(self.arguments), [profile.name for profile in self.profiles]
         return Traced(sum(kinds.values()), "load", kinds, dict.fromkeys(names), ())
 
@@ -117,9 +117,10 @@ def largest(
 ) -> int | None:
     """Return the largest number from `low` to `high` for which `measure` returns at most `room` bytes, or None.
 
-    At each moment of a step, memory is linear in the rows and polynomial in their length. Therefore the step's peak is
-    convex: beyond two measured points, the peak is never below the line through both (the secant). The search ends if
-    the secant shows that the next number exceeds `room`, or earlier if `enough(low, high)` is True.
+    At each moment of a step, memory is linear in the number of rows and polynomial in their length. Therefore the
+    peak of the step is a convex function. Beyond two measured points, the peak is never below the line through both
+    points (the secant). The search ends if the secant shows that the next number exceeds `room`. It ends earlier if
+    `enough(low, high)` is True.
     """
     measured: dict[int, int] = {}
 
@@ -146,10 +147,10 @@ def largest(
 
 
 def _next(measured: Mapping[int, int], best: int, limit: int, room: int) -> int:
-    """Return the next number to measure, from `best` to `limit` - 1.
+    """Return the next number to measure, which is between `best` and `limit` - 1.
 
     The memory is extrapolated from the two largest numbers that fit, or interpolated between `best` and `limit`. If only
-    one number was measured, it is `limit` - 1.
+    one number was measured, the result is `limit` - 1.
     """
     if below := [number for number in measured if number < best]:
         before = max(below)

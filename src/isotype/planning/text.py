@@ -1,4 +1,4 @@
-"""Prints a plan or writes it as an HTML page: the chosen row's command, the table of rows, and details on request."""
+"""Prints a plan, or writes it as an HTML page: the command of the chosen row, the table of rows, and details on request."""
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,10 +26,10 @@ from isotype.report.text import (
 )
 
 WIDTH = 100
-"""Width in columns of text that is not for a terminal."""
+"""Width in columns of text that is not printed in a terminal."""
 
 _WORDS = ("", "device", "model", "storage", "checkpointing", "sharding", "fits", "bound by")
-"""Table columns that contain words. All other columns contain numbers."""
+"""Table columns that contain text. All other columns contain numbers."""
 _DETAILS = ("spare", "s/step", "bound by")
 _DROPPED = ("spare", "bound by", "s/step", "training", "longest", "damage", "sharding", "tokens/s")
 """Table columns that a narrow terminal omits, in this order."""
@@ -70,7 +70,7 @@ def render(plan: Record, console: Console, whole: bool = False) -> None:
     if not whole:
         say(console, "-v         prints memory and time in detail", "dim")
     if plan.chosen is not None and len(plan.devices) == 1:
-        show_commands(console, {"check it before it runs": _check(plan.chosen)})
+        show_commands(console, {"check it before the training": _check(plan.chosen)})
 
 
 def render_models(plans: Sequence[Record], console: Console, whole: bool) -> None:
@@ -98,7 +98,7 @@ def _print_answer(console: Console, title: str, device: Device) -> None:
     if row is None:
         least = min(device.rows, key=lambda row: row.peak, default=None)
         if least is None:
-            say(console, f"{title}: nothing could be traced", "bold red")
+            say(console, f"{title}: no step could be traced", "bold red")
             return
         need = f"at least {format_bytes(least.peak)} ({least.storage})"
         say(console, f"{title}: nothing fits", "bold red")
@@ -133,7 +133,7 @@ def _check(row: Row) -> tuple[str, ...]:
 def _print_table(
     console: Console, rows: Sequence[tuple[Mapping[str, str], Row | None]], chosen: Row | None, whole: bool
 ) -> None:
-    """Print a table. Each of `rows` is (first cells by column, a plan's row or None if nothing fits)."""
+    """Print a table. Print a table. Each of `rows` is (first cells by column, a row of the plan or None if nothing fits)."""
     lines = [
         {**cells, **({"fits": "no"} if row is None else cells_of(row, row == chosen))} for cells, row in rows
     ]
@@ -188,7 +188,7 @@ def cells_of(row: Row, chosen: bool) -> dict[str, str]:
 
 
 def speed_of(row: Row) -> str:
-    """Return tokens per second, as a range (`2,300 to 3,100`) if the rates were not measured; "" if unknown."""
+    """Return the tokens per second, as a range (`2,300 to 3,100`) if the rates were not measured; "" if unknown."""
     low, high = row.lowest_speed, row.highest_speed
     if row.time is None or low is None or high is None:
         return ""
@@ -254,7 +254,7 @@ def _work(row: Row, work: Workload) -> str:
         return f"{text}{most}; row lengths are unknown, so each row counts as {row.length:,} tokens"
     text += "" if work.seconds is None else f", {_hours(row, work.seconds)} of steps"
     assert work.padding is not None
-    text += f"; {work.tokens:,} tokens an epoch, {format_share(work.padding)} of a batch is padding"
+    text += f"; {work.tokens:,} tokens an epoch, {format_share(work.padding)} of the tokens in a batch are padding"
     if work.packed_seconds is not None:
         text += f"; with --packing: {_hours(row, work.packed_seconds)}"
     if work.cut:
@@ -299,7 +299,7 @@ def _device(plan: Record, device: Device) -> dict[str, object]:
 
 
 def picture(rows: Sequence[Row], chosen: Row | None) -> dict[str, object] | None:
-    """Return data for a chart of memory against tokens per second; None if no row has a time and fits.
+    """Return data for a chart of memory against tokens per second; None if no row fits and has a time.
 
     Positions are fractions of the chart's width and height.
     """

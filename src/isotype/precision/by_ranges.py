@@ -24,7 +24,7 @@ from isotype.precision.ranges import (
 )
 
 MARGIN = 2.0
-"""A magnitude counts as too large above 65504 (the largest float16 number) divided by this margin; see docs/ranges.md."""
+"""A magnitude counts as too large above 65504 (the largest float16 number) divided by this margin. See docs/ranges.md."""
 LIMIT = FLOAT16_LARGEST / MARGIN
 
 _UNSEEN = (
@@ -33,17 +33,17 @@ _UNSEEN = (
 )
 
 _SUBNORMAL = 2.0**-15
-"""Weights with a smaller median magnitude lose digits: float16 numbers below 2^-14 have fewer significant bits."""
+"""Weights with a smaller median magnitude lose digits, because float16 numbers below 2^-14 have fewer significant bits."""
 _PRODUCTS = 64.0
-"""Accepted product of a layer's largest gradient and input, in units of 65504. Both rarely belong to the same token."""
+"""Largest accepted product of a layer's largest gradient and largest input, in units of 65504. Both values rarely belong to the same token."""
 
 
 @dataclass(frozen=True)
 class RangeDecision:
-    """The parts of a policy that are decided from measured ranges.
+    """The parts of a policy that measured ranges decide.
 
     Attributes:
-        wide: whether the residual stream is float32.
+        wide: True if the residual stream is float32.
         reasons: role -> reason, for `residual` and `loss_scaling`.
     """
 
@@ -59,9 +59,9 @@ def decide_by_ranges(
 ) -> RangeDecision:
     """Return the decisions that keep all values within the range of the dtype `compute`.
 
-    float32 and bfloat16 need no exceptions. In float16, a module with large values is scaled or runs in float32; the
-    speed of the device decides between the two. A module with weights that float16 cannot hold runs in float32.
-    `ranges` is None if nothing was measured.
+    float32 and bfloat16 need no exceptions. In float16, a module with large values is scaled or runs in float32, whichever is
+    faster on the device. A module runs in float32 if float16 cannot hold its weights. `ranges` is None if no ranges were
+    measured.
     """
     if compute != torch.float16:
         why = "as everything else" if compute == torch.float32 else "as the weights"
@@ -77,13 +77,13 @@ def decide_by_ranges(
     module, largest = _largest(ranges)
     reached = f"values reach {number(largest)} ({module or 'the model'}, measured {ranges.when[:10]})"
     if not largest <= LIMIT:  # also for NaN
-        why = f"{reached}: more than half of float16's 65504; hidden states take twice the bytes of float16"
+        why = f"{reached}: more than half of 65504, the largest number of float16; hidden states take twice the bytes of float16"
     elif first is not None:
         why = f"{first.module} is in float32: {first.reason}; hidden states take twice the bytes of float16"
     elif largest:
         why = f"as the weights: {reached}, headroom {FLOAT16_LARGEST / largest:.2g}"
     else:
-        why = "as the weights; no measured value comes near float16's 65504"
+        why = "as the weights; all measured values are far below 65504, the largest number of float16"
     wide = bool(others) or not largest <= LIMIT
     reasons = {"residual": "; ".join((why, *ranges.notes)), "loss_scaling": why_scale}
     return RangeDecision(wide, tuple((exceptions | others).values()), scale, reasons)
@@ -116,7 +116,7 @@ def number(value: float) -> str:
 
 @cache
 def known_ranges(model_type: str | None) -> str:
-    """Return the published ranges of a model family in words, with the source; "" if none are known."""
+    """Describe the published ranges of a model family, with the source; "" if none are known."""
     family = table(__file__, "families.json").get(model_type)
     return f"{family['reaches']} ({family['source']})" if family else ""
 
@@ -153,7 +153,7 @@ def _largest(ranges: Ranges) -> tuple[str, float]:
 
 
 def _forward_operators(ranges: Ranges) -> Iterator[tuple[OperatorRange, float]]:
-    """Yield (operator, largest magnitude except fill values of masks) for the forward's operators outside of norms."""
+    """Yield (operator, largest magnitude except fill values of masks) for operators of the forward outside of norms."""
     kinds = {module.name: module.kind for module in ranges.modules}
     for operator in ranges.operators:
         if operator.phase == "forward" and kinds.get(operator.module) != "norm":
@@ -195,7 +195,7 @@ def _exceptions(
 
 
 def _of_weights(module: ModuleRange, storage: str, dense: Collection[str]) -> str:
-    """Return why float16 cannot hold a module's weights; "" if it can."""
+    """Return the reason why float16 cannot hold the weights of a module; "" if it can."""
     quantized = not names_one_of(module.name, dense)
     # The rows of int8 have float32 scales. Autocast rounds the weights of float32 matmuls, and no others.
     if storage == "int8" and quantized if module.kind == "linear" else storage == "float32":
@@ -223,7 +223,7 @@ def _linear(module: ModuleRange, profile: DeviceProfile, storage: str) -> Module
 
 
 def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
-    """Yield an exception for each linear layer whose adapters' scaled gradients (sums over tokens) may exceed float16."""
+    """Yield an exception for each linear layer whose adapters have scaled gradients (sums over tokens) that may exceed float16."""
     for module in ranges.modules:
         if module.kind == "linear" and scale * module.gradient * module.input > _PRODUCTS * FLOAT16_LARGEST:
             reason = f"inputs reach {number(module.input)}, gradients {number(module.gradient)}"
@@ -231,7 +231,7 @@ def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
 
 
 def _loss_scale(ranges: Ranges) -> tuple[float, str]:
-    """Return (loss scale, reason). With this scale, the largest measured gradient is at most 65504 / 16."""
+    """Return (loss scale, reason). Return a loss scale with which the largest measured gradient is at most 65504 / 16."""
     products = (op for op in ranges.operators if op.phase == "backward" and op.matmul)
     gradients = [*(module.gradient for module in ranges.modules), *(product.output for product in products)]
     largest = max((value for value in gradients if math.isfinite(value)), default=0.0)
@@ -239,5 +239,5 @@ def _loss_scale(ranges: Ranges) -> tuple[float, str]:
         return DEFAULT_LOSS_SCALE, "float16 gradients underflow below 6e-8 without loss scaling"
     return (
         first_loss_scale(largest),
-        f"gradients reach {number(largest)} (measured): float16 gradients underflow below 6e-8 without loss scaling",
+        f"gradients reach {number(largest)} (measured); float16 gradients underflow below 6e-8 without loss scaling",
     )

@@ -1,6 +1,6 @@
-"""Measured damage of storage formats, and mixed storage, which gives each linear layer a format by its damage.
+"""Measured damage of storage formats, and mixed storage, which assigns each linear layer a format by its damage.
 
-The damage says how much a model's output changes if a layer is stored in fewer bits.
+The damage says how much the output of a model changes if a layer is stored in fewer bits.
 """
 
 import math
@@ -26,7 +26,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class LayerDamage:
-    """The damage of each format to a model's output, if only one linear layer has this format.
+    """The damage of each format to the output of a model, if only one linear layer has this format.
 
     Attributes:
         rows, columns: shape of the layer's dense weight, `[out, in]`.
@@ -47,8 +47,8 @@ class LayerDamage:
         """Return the bytes of the layer's weight in a format, with its quantization constants.
 
         A 4-bit weight has a float32 constant in each block. Double quantization (https://arxiv.org/abs/2305.14314,
-        section 3) stores each constant in one byte. It adds a float32 number for every 256 blocks, and another for the
-        whole weight. An int8 weight has a float32 constant in each row.
+        section 3) stores each constant in one byte. Double quantization adds a float32 number for every 256 blocks,
+        and another float32 number for the whole weight. An int8 weight has a float32 constant in each row.
         """
         values = self.rows * self.columns
         if form in _FLOATS:
@@ -70,7 +70,8 @@ class Damages(Measurement):
 
     Attributes:
         layers: all linear layers that can be quantized, in the model's order.
-        measured: format -> damage in nats per token if all layers have this format. All formats are measured on the same tokens.
+        measured: format -> damage in nats per token if all layers have this format. All formats are measured on the same
+    tokens.
     """
 
     subject: ClassVar = "damages"
@@ -81,7 +82,7 @@ class Damages(Measurement):
     notes: tuple[str, ...] = ()
 
     def total(self, form: str) -> float:
-        """Return the damage of a format for all layers, in nats per token: measured, or else summed over the layers."""
+        """Return the damage of a format for all layers, in nats per token. It was measured, or else is the sum over the layers."""
         if form in self.measured:
             return self.measured[form]
         return self._sum((layer, form) for layer in self.layers)
@@ -136,24 +137,24 @@ class Damages(Measurement):
 
 
 _SUMS = 1 << 15
-"""Default of `sums`. A size that is rounded up becomes larger by at most 1/32768 of `room`."""
+"""Default of `sums`. If a size is rounded up, it grows by at most 1/32768 of `room`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A layer's size in one format, and the damage of this format to the model's output."""
+    """The size of a layer in one format, and the damage of this format to the output of the model."""
 
     bytes: int
     damage: float
 
 
 def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) -> list[int] | None:
-    """Choose an option for each layer: the least total damage within `room` bytes.
+    """Choose an option for each layer, so that the total damage is smallest within `room` bytes.
 
-    At most `sums` (at least 1) different totals of bytes are compared. If more are possible, sizes are rounded up.
+    At most `sums` (at least 1) different totals of bytes are compared. If more totals are possible, sizes are rounded
+    up.
 
-    Returns:
-        The index of each layer's option; None if the smallest options do not fit.
+    Returns: The index of the option of each layer; None if even the smallest options do not fit.
     """
     least = [min(option.bytes for option in options) for options in layers]
     spare = room - sum(least)
@@ -169,7 +170,7 @@ def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) 
 
 
 def _table(layers: Sequence[Sequence[Option]], steps: Sequence[Sequence[int]], room: int) -> list[int]:
-    """Return the index of each layer's best option, by dynamic programming. `room` and `steps` have the same unit."""
+    """Return the index of the best option of each layer, by dynamic programming. `room` and `steps` have the same unit."""
     best = torch.zeros(room + 1, dtype=torch.float64)
     choices = []
     for options, sizes in zip(layers, steps, strict=True):
@@ -192,7 +193,7 @@ _TENTH = 10
 
 
 def first_request(request: PrecisionRequest) -> PrecisionRequest:
-    """Return the request with all layers in nf4, and with double quantization unless the request decides it."""
+    """Return the request with all layers in nf4. Double quantization is on, unless the request decides it."""
     nested = True if request.double_quant is None else request.double_quant
     return replace(request, quantization="nf4", double_quant=nested, base_memory=None)
 
@@ -210,7 +211,7 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 
 
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return `policy` with the moments of `saved` if both have the same layer formats: a resumed run keeps constants."""
+    """Return `policy` with the moments of `saved` if both have the same layer formats. A resumed run then keeps its constants."""
     if saved is None or policy.layer_formats != saved.layer_formats:
         return policy
     return replace(policy, layers=saved.layers)
@@ -219,19 +220,18 @@ def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) ->
 def mix(
     damages: Damages, policy: PrecisionPolicy, parameters: int, request: PrecisionRequest
 ) -> tuple[PrecisionRequest, str]:
-    """Choose the formats of all layers: the least damage within a memory limit.
+    """Choose the formats of all layers, so that the damage is smallest within a memory limit.
 
     A layer gets nf4 with fitted constants (in blocks of 64 or 32), int8, or the dtype of the model's float weights.
 
     Args:
         policy: the policy with all layers in nf4.
-        request: `base_memory` limits the bytes of all base weights. If it is None, the linear layers may take 10 % more
-            than in nf4.
+        request: `base_memory` limits the bytes of all base weights. If `base_memory` is None, the linear layers may take 10 %
+            more than in nf4.
 
-    Returns:
-        (request, reason). In the request, `quantization` is nf4 if any layer has 4 bits, and `layers` names the layers
-        in other formats. The reason counts the layers in each format, their bytes, and the estimated damage in nats per
-        token.
+    Returns: (request, reason). In the returned request, `quantization` is nf4 if any layer has 4 bits, and `layers` names the
+        layers in other formats. The reason counts the layers in each format and their bytes, and estimates the damage in nats
+        per token.
 
     Raises:
         PrecisionError: the smallest formats exceed `base_memory`.
@@ -251,7 +251,7 @@ def mix(
     if picked is None:
         least = others + sum(min(option.bytes for option in layer) for layer in options)
         what = f"{format_bytes(memory or room)} for the weights of {damages.source}"
-        expected = f"at least {format_bytes(least)}: every layer in nf4"
+        expected = f"at least {format_bytes(least)}, with every layer in nf4"
         fix = "allow more memory for the base weights, or use a smaller model or more GPUs (--fsdp 2)"
         raise PrecisionError.of("no mixed storage fits", what, expected, fix)
     chosen = {layer.module: forms[at] for layer, at in zip(damages.layers, picked, strict=True)}

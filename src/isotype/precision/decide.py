@@ -22,14 +22,13 @@ _TRAIN_ADAPTERS = "train adapters (--use_peft True, or trainable='lora' in Pytho
 
 @dataclass(frozen=True)
 class PrecisionRequest:
-    """The user's request; None and "auto" leave the decision to isotype.
+    """The precision that the user requests. None and "auto" leave the decision to isotype.
 
     Attributes:
         layers: linear layers in another format than `quantization`.
-        base_memory: limit of the base weights' bytes for the quantization `"mixed"`. `precision.damages` chooses the
-            formats.
-        quantized_parts: `"language"` for the language model only; `"all"` also for the towers and projectors of other
-            media.
+        base_memory: limit of the base weights' bytes for the quantization `"mixed"`. `precision.damages` chooses the formats.
+        quantized_parts: `"language"` to quantize only the language model; `"all"` to quantize also the towers and projectors of
+            other media.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -51,10 +50,10 @@ def decide(
     obstacles: Sequence[Problem] = (),
     ranges: Ranges | None = None,
 ) -> PrecisionPolicy:
-    """Return the policy for a model, a device and the user's request.
+    """Return the policy for a model, a device and the request of the user.
 
-    Raises PrecisionError if the request has conflicts. The error lists them with their fixes and the problems `obstacles`
-    with library versions, and the nearest policy that works.
+    Raises PrecisionError if the request has conflicts. The error lists the conflicts with their fixes, the problems
+    `obstacles` with library versions, and the nearest policy that works.
     """
     draft = _Draft(facts, profile, request)
     compute, master, storage = draft.roles()
@@ -74,11 +73,11 @@ def decide(
     reasons |= fixed_reasons(compute, plain, pinned, facts.uncast)
     experts = kept_experts(facts, request)
     if experts:
-        how = "as they are stored, and are dequantized when tokens reach them"
+        how = "as they are stored, and are dequantized when tokens use them"
         reasons["storage"] += f"; experts stay in {experts}, {how}"
     routers = facts.routers and compute != torch.float32
     if routers:
-        why = "rounding changes the order of the scores and sends tokens to other experts"
+        why = "rounding changes the order of the scores, and tokens go to other experts"
         reasons["routers"] = f"routers choose experts by score: {why}"
     by_ranges = decide_by_ranges(replace(facts, dense=dense), profile, compute, storage, ranges)
     reasons |= by_ranges.reasons
@@ -128,7 +127,7 @@ class _Draft:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def roles(self) -> tuple[torch.dtype, torch.dtype, str]:
-        """Return (compute dtype, master dtype, storage). They are valid only if `problems` is empty."""
+        """Return (compute dtype, master dtype, storage). The result is valid only if `problems` is empty."""
         storage_format = self._storage_format()
         compute = self._compute(storage_format)
         master = self._master(compute)
@@ -141,19 +140,21 @@ class _Draft:
         requested = self.request.quantization
         saved = self.facts.quantization.format if self.facts.quantization else None
         if self.request.trainable not in TRAINABLE:
-            self._refuse(f"trainable={self.request.trainable!r}", "'lora' or 'full'", "give one of the two")
+            self._refuse(
+                f"trainable={self.request.trainable!r}", "'lora' or 'full'", "set only one of the two"
+            )
         if requested not in (None, *REQUESTABLE):
             expected = f"one of {', '.join(REQUESTABLE)} or none"
             self._refuse(f"quantization {requested!r}", expected, "give one of these")
             return None
         if self.request.trainable == "full" and (requested or saved in QUANTIZATIONS):
             what = f"every weight trainable, but the weights are stored in {requested or saved}"
-            expected = "float weights: quantized weights have no gradient"
-            self._refuse(what, expected, f"{_TRAIN_ADAPTERS}, or leave the quantization out")
+            expected = "float weights, because quantized weights have no gradient"
+            self._refuse(what, expected, f"{_TRAIN_ADAPTERS}, or omit the quantization")
         if saved in QUANTIZATIONS:
             if requested not in (None, saved):
                 what = f"quantization {requested}, but {self.facts.source} is saved in {saved}"
-                fix = f"leave the quantization out (the checkpoint's {saved} is kept) or give the 16-bit original"
+                fix = f"omit the quantization (the checkpoint's {saved} is kept), or use the 16-bit original"
                 self._refuse(what, f"{saved}, or an unquantized checkpoint", fix)
             self.reasons["storage"] = f"the checkpoint is saved in {saved}"
             return saved
@@ -163,8 +164,8 @@ class _Draft:
             trained = self.facts.trained_dtype
             stores = saved or (dtype_name(trained) if trained else "another format")
             what = f"quantization {MXFP4}, but {self.facts.source} stores its weights in {stores}"
-            expected = f"a checkpoint with experts in {MXFP4}, like gpt-oss: isotype keeps this format, but converts no weights to it"
-            self._refuse(what, expected, "ask for nf4 or int8, or leave the quantization out")
+            expected = f"a checkpoint with experts in {MXFP4}, like gpt-oss, because isotype keeps this format, but converts no weights to it"
+            self._refuse(what, expected, "request nf4 or int8, or omit the quantization")
         elif requested and requested != MXFP4:
             self.reasons["storage"] = "as requested"
             return requested
@@ -179,7 +180,7 @@ class _Draft:
         self.reasons["compute"] = "as requested"
         if compute not in COMPUTE_DTYPES:
             expected = "float32, bfloat16 or float16"
-            self._refuse(f"compute dtype {name}", expected, "give one of these, or auto")
+            self._refuse(f"compute dtype {name}", expected, "use one of these, or auto")
             return compute
         support, best = self.profile.supports(compute), self.profile.best_dtype()
         slower = self.profile.slower(compute, best)
@@ -190,7 +191,7 @@ class _Draft:
             self._refuse(f"compute dtype {name} on {self.profile.title}", expected, fix)
         elif support == "emulated":
             why = f"{self.profile.reason(compute)}; expect it to be {times}"
-            runs = f"this device runs {dtype_name(best)} best"
+            runs = f"this device is fastest in {dtype_name(best)}"
             self.warnings.append(f"{name} on {self.profile.title}: {why} ({runs})")
         elif slower is not None and slower >= 1.5:
             matmuls = f"its matmuls run {times} than {dtype_name(best)}'s"
@@ -205,16 +206,16 @@ class _Draft:
         name = dtype_name(master)
         self.reasons["master"] = "as requested"
         if master not in COMPUTE_DTYPES:
-            fix = "leave it out: float32 is right"
+            fix = "omit it, because float32 is right"
             self._refuse(f"master dtype {name}", "float32, bfloat16 or float16", fix)
         elif compute == torch.float32 and master != torch.float32:
             what = f"float32 compute with {name} masters"
             expected = "masters with at least the precision of the compute dtype"
-            self._refuse(what, expected, f"leave the master dtype out, or compute in {name}")
+            self._refuse(what, expected, f"omit the master dtype, or compute in {name}")
         elif compute == torch.float16 and master != torch.float32:
             scaler = f"a GradScaler, which cannot unscale {name} gradients"
-            expected = f"float32 masters: float16 compute needs {scaler}"
-            fix = "leave the master dtype out, or compute in bfloat16"
+            expected = f"float32 masters, because float16 compute needs {scaler}"
+            fix = "omit the master dtype, or compute in bfloat16"
             self._refuse(f"float16 compute with {name} masters", expected, fix)
         elif master != torch.float32:
             lost = "every update smaller than half a unit in the last place of the weight"
@@ -225,7 +226,7 @@ class _Draft:
         options = " and ".join(n for n in ("double_quant", "quant_storage") if getattr(self.request, n))
         if options and storage_format not in FOUR_BITS:
             what = f"{options} with {storage_format or 'no'} quantization"
-            self._refuse(what, "quantization nf4 or fp4", f"ask for nf4 or fp4, or leave {options} out")
+            self._refuse(what, "quantization nf4 or fp4", f"request nf4 or fp4, or omit {options}")
         if self.request.storage is not None:
             return self._requested_storage(self.request.storage, storage_format, compute, master)
         if storage_format:
@@ -246,7 +247,7 @@ class _Draft:
         self, requested: str | torch.dtype, form: str | None, compute: torch.dtype, master: torch.dtype
     ) -> str:
         if requested in QUANTIZATIONS:
-            fix = f"ask for quantization {requested} instead of storage"
+            fix = f"request quantization {requested} instead of storage"
             self._refuse(f"storage {requested}", "a float dtype", fix)
             return form or dtype_name(compute)
         storage = parse_dtype(requested)
@@ -254,13 +255,13 @@ class _Draft:
         if storage not in COMPUTE_DTYPES:
             self._refuse(f"storage {name}", "float32, bfloat16 or float16", "give one of these")
         if form:
-            drop = f"leave the storage out (the weights are stored in {form})"
-            fix = f"{drop}, or take an unquantized checkpoint and leave the quantization out"
+            drop = f"omit the storage (the weights are stored in {form})"
+            fix = f"{drop}, or use an unquantized checkpoint and omit the quantization"
             self._refuse(f"storage {name} with weights quantized in {form}", "one of the two", fix)
             return form
         if self.request.trainable == "full" and storage != master:
             what = f"storage {name} with every weight trainable and {dtype_name(master)} masters"
-            expected = "the masters' dtype: the weights are the masters"
+            expected = "the dtype of the masters, because the weights are the masters"
             self._refuse(what, expected, f"set no storage dtype, or {_TRAIN_ADAPTERS}")
         elif compute == torch.float32 != storage:
             what, fix = f"storage {name} with compute float32", f"set no storage dtype, or compute in {name}"
@@ -273,7 +274,7 @@ class _Draft:
 
 
 def kept_experts(facts: ModelFacts, request: PrecisionRequest) -> str:
-    """Return the checkpoint's format if stacked experts keep it; else ""."""
+    """Return the format of the checkpoint if stacked experts keep it; else ""."""
     saved = facts.quantization
     if saved is None or not saved.experts or request.trainable == "full":
         return ""
@@ -289,7 +290,7 @@ def _auto_compute(facts: ModelFacts, profile: DeviceProfile, form: str | None) -
         worse = f"slower and no more precise than {dtype_name(best)} matmuls"
         return best, f"{form} weights are rounded already, so float32 matmuls would be {worse}"
     if profile.supports(trained) == "native":
-        return trained, f"the checkpoint was trained in {name} and {profile.title} runs it natively"
+        return trained, f"the checkpoint was trained in {name}, and {profile.title} runs this dtype natively"
     return (
         best,
         f"the checkpoint was trained in {name}; {profile.reason(trained)}, so {dtype_name(best)} is used",
@@ -311,7 +312,9 @@ _DENSE = (
     "; towers and projectors stay {}: they are a small part of the weights, and every image or audio token passes through them "
     "(--quantized_parts all quantizes them)"
 )
-_READ = "; {} stay {}: packed codes cannot be trained, and the model's own code cannot compute with them"
+_READ = (
+    "; {} stay {}, because packed codes cannot be trained, and the code of the model cannot compute with them"
+)
 
 
 def _nearest(
@@ -354,7 +357,7 @@ def fixed_reasons(
     outputs = f"their outputs are cast to {dtype_name(plain)}"
     if uncast:
         start = "no cast for the outputs of" if set(pinned) <= set(uncast) else f"{outputs}, except for"
-        outputs = f"{start} modules with {', '.join(uncast)}: their own code decides"
+        outputs = f"{start} modules with {', '.join(uncast)}, because their own code decides"
     return {
         "optimizer": "the dtype of the masters that the optimizer updates",
         "reduce": "gradients have the dtype of their masters",
@@ -368,8 +371,10 @@ def fixed_reasons(
             if low
             else "as everything else"
         ),
-        "buffers": f"never rounded: {name} would shift rotary positions" if low else "as everything else",
-        "loss": "log-sum-exp over the vocabulary needs float32's range and digits",
+        "buffers": f"never rounded, because {name} would shift rotary positions"
+        if low
+        else "as everything else",
+        "loss": "log-sum-exp over the vocabulary needs the range and the digits of float32",
         "loss_scaling": (
             "float16 gradients underflow below 6e-8 without loss scaling"
             if compute == torch.float16

@@ -21,7 +21,7 @@ from isotype.core.names import grouped, plural, starred
 POLICY_FILE = "precision_policy.json"
 """File in a saved adapter's folder with the policy of the adapter's training."""
 FORMAT_VERSION = 1
-"""Version of the file's format. It increases if older releases of isotype would misread a new file."""
+"""Version of the file's format. The version increases if older releases of isotype would misread a new file."""
 
 DEFAULT_LOSS_SCALE = 65536.0
 
@@ -31,11 +31,11 @@ class ModuleException:
     """A module whose measured values exceed float16's range.
 
     Attributes:
-        how: `"scale"`, `"float32"` or `"adapters"`. `"scale"` multiplies a linear layer's input by 2^-exponent, and its
-            output (cast to float32) by 2^exponent; this is exact except for subnormal numbers. `"float32"` runs the
-            module's own operators in float32. `"adapters"` runs only a linear layer's adapters in float32.
+        how: `"scale"`, `"float32"` or `"adapters"`. `"scale"` multiplies the input of a linear layer by 2^-exponent, and its
+            output (cast to float32) by 2^exponent. This is exact, except for subnormal numbers. `"float32"` runs the operators
+            of the module in float32. `"adapters"` runs only the adapters of a linear layer in float32.
         exponent: exponent of `"scale"`, at least 0.
-        reason: the measured value, in words.
+        reason: a description of the measured value.
     """
 
     module: str
@@ -46,7 +46,7 @@ class ModuleException:
 
 @dataclass(frozen=True)
 class LayerStorage:
-    """A linear layer whose format differs from the policy's `storage`.
+    """A linear layer whose format differs from the `storage` of the policy.
 
     Attributes:
         storage: `"nf4"`, `"nf4-32"` (blocks of 32 weights, not 64), `"nf4-fitted"` and `"nf4-32-fitted"` (constants
@@ -67,25 +67,26 @@ class PrecisionPolicy:
         compute: dtype of matmul operands.
         storage: how frozen base weights are stored: the name of a float dtype, `"nf4"`, `"fp4"` or `"int8"`.
         master: dtype of trainable parameters, which the optimizer updates.
-        reduce: dtype in which ranks sum their gradients; it equals `master`.
-        loss_scaling: whether a GradScaler is needed: only for float16 compute with float32 masters.
+        reduce: dtype in which ranks sum their gradients. It is equal to `master`.
+        loss_scaling: True if a GradScaler is needed. This is the case only for float16 compute with float32 masters.
         trainable: `"lora"` (adapters on a frozen base) or `"full"` (every weight).
         device: name of the device profile for which the policy was decided.
-        pinned: patterns of parameter names. A parameter stays float32 if its name contains a match.
-        double_quant: whether the quantization constants are quantized, too (nf4 and fp4 only).
-        quant_storage: dtype of the packed 4-bit bytes; with FSDP it has to be the compute dtype.
-        wide_residual: whether the residual stream is float32 while matmuls run in 16 bits.
+        pinned: patterns of parameter names. A parameter stays float32 if a pattern matches a part of its name.
+        double_quant: True if the quantization constants are also quantized (only nf4 and fp4).
+        quant_storage: dtype of the packed 4-bit bytes. With FSDP, it has to be the compute dtype.
+        wide_residual: True if the residual stream is float32 while matmuls run in 16 bits.
         layers: linear layers whose format is not `storage` (a mixed base).
-        dense: names of modules for images and audio. They stay unquantized, unless the request quantizes them.
-        never_quantized: names of modules that always stay unquantized: the model uses their weights itself, or adapters train them whole.
+        dense: names of modules for images and audio. These modules stay unquantized, unless the request quantizes them.
+        never_quantized: names of modules that always stay unquantized, because the model itself uses their weights, or adapters
+            train them as a whole.
         exceptions: modules whose values exceed the compute dtype's range.
         loss_scale: the initial loss scale of a GradScaler.
-        keep_frozen: whether frozen float weights keep their dtype, whatever `storage` says. True for a policy that
+        keep_frozen: True if frozen float weights keep their dtype, whatever `storage` is. It is True for a policy that
             `PrecisionCallback` derives from a model.
         experts: `"mxfp4"` if stacked experts stay in this format; else "".
-        routers: whether routers compute scores and choose experts in float32.
+        routers: True if routers compute scores and choose experts in float32.
         reasons: role -> reason.
-        warnings: disadvantages of what the user explicitly requested.
+        warnings: disadvantages of the user's explicit requests.
     """
 
     compute: torch.dtype
@@ -117,7 +118,7 @@ class PrecisionPolicy:
 
     @property
     def unquantized(self) -> tuple[str, ...]:
-        """Names of unquantized modules for transformers' `llm_int8_skip_modules`; empty for transformers' own default."""
+        """Names of unquantized modules for `llm_int8_skip_modules` of transformers; empty for the default of transformers."""
         return tuple(dict.fromkeys((*self.dense, *self.never_quantized)))
 
     @property
@@ -140,7 +141,7 @@ class PrecisionPolicy:
         return self.storage if layer is None else layer.storage
 
     def code_book_of(self, module: str) -> str:
-        """Return bitsandbytes' name of a layer's code book; for float storage, the name of the dtype."""
+        """Return bitsandbytes' name of the code book of a layer. For float storage, return the name of the dtype."""
         storage = self.storage_of(module)
         return FORMATS[storage].code if storage in FORMATS else storage
 
@@ -150,7 +151,7 @@ class PrecisionPolicy:
         return {layer.module: layer.storage for layer in self.layers}
 
     def moments_of(self, module: str) -> torch.Tensor | None:
-        """Return the second moments `[in]` of a linear layer's inputs; None if the layer's constants are not fitted."""
+        """Return the second moments `[in]` of the inputs of a linear layer; None if the constants of the layer are not fitted."""
         layer = self._layers_by_name.get(module)
         return read_moments(layer.moments) if layer is not None and layer.moments else None
 
@@ -170,7 +171,7 @@ class PrecisionPolicy:
         return torch.float32 if self.wide_residual else self.plain
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
-        """Return (role, dtype, reason) for every role, in the order of the table that is printed."""
+        """Return (role, dtype, reason) for every role, in the order of the printed table."""
         count, low = len(self.exceptions), self.compute != torch.float32
         compute = dtype_name(self.compute) + (f" ({plural(count, 'exception')})" if count else "")
         scaling = f"on, from {self.loss_scale:g}" if self.loss_scaling else "off"
@@ -191,13 +192,13 @@ class PrecisionPolicy:
         return tuple((title, dtype, self.reasons.get(role, "")) for role, title, dtype in roles if dtype)
 
     def storage_words(self) -> str:
-        """Return the storage in words: `nf4 (double quantization), mixed, experts mxfp4`."""
+        """Describe the storage: `nf4 (double quantization), mixed, experts mxfp4`."""
         nested = " (double quantization)" if self.double_quant else ""
         experts = f", experts {self.experts}" if self.experts else ""
         return f"{self.storage}{nested}{', mixed' if self.layers else ''}{experts}"
 
     def layer_lines(self) -> tuple[str, ...]:
-        """Return a line for each format and kind of module in `layers`, with the layers' indices."""
+        """Return a line for each format and kind of module in `layers`, with the indices of the layers."""
         kinds: dict[tuple[str, str], list[str]] = {}
         for layer in self.layers:
             number = next((part for part in layer.module.split(".") if part.isdigit()), "")
@@ -223,16 +224,16 @@ class PrecisionPolicy:
         return "\n".join(lines)
 
     def exception_lines(self) -> tuple[str, ...]:
-        """Return a line for each kind of module in `exceptions`, with the first module's reason."""
+        """Return a line for each kind of module in `exceptions`, with the reason of the first module."""
         groups = grouped(self.exceptions, lambda exception: (starred(exception.module), exception.how))
         return tuple(_exception_line(name, group) for (name, _), group in groups.items())
 
     def summary(self) -> dict[str, Any]:
-        """Return the fields as JSON values for display, without moments, which have a character for each input channel."""
+        """Return the fields as JSON values for display. The moments are omitted, because they have a character for each input channel."""
         return {**encoded(replace(self, layers=()), {}), "layers": self.layer_formats}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values of all fields; `from_dict` is the inverse."""
+        """Return the JSON values of all fields. `from_dict` is the inverse function."""
         moments = {layer.module: layer.moments for layer in self.layers if layer.moments}
         return {"format_version": FORMAT_VERSION, **self.summary(), "moments": moments}
 
@@ -268,7 +269,7 @@ class PrecisionPolicy:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, FormatVersionError) as error:
             headline, expected = "unreadable precision policy", "the JSON that isotype wrote"
-            fix = "delete the file to decide again"
+            fix = "delete the file to decide the policy again"
             if isinstance(error, FormatVersionError):
                 headline, expected = "precision policy of another format version", "a supported version"
                 fix = f"install the version of isotype that wrote the file, or {fix}"
@@ -287,21 +288,23 @@ def _exception_line(name: str, group: list[ModuleException]) -> str:
 
 
 def is_pinned(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a pattern matches a part of the parameter's name, as in transformers. `*` matches any text."""
+    """Return True if a pattern matches a part of the parameter's name, as in transformers. `*` matches any text."""
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
 _LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _OCTAVE = 2
-"""Number of encoded values per factor of 2 between moments. One would be accurate enough (benchmarks/quality.py)."""
+"""Number of encoded values per factor of 2 between moments. A single value would be accurate enough (benchmarks/quality.py)."""
 _PRIOR = 8
-"""The mean over all channels is added to each channel with the weight of this many tokens: an expert may get few."""
+"""The mean over all channels is added to each channel with the weight of this many tokens, because an expert may get few tokens."""
 
 
 def write_moments(squares: torch.Tensor, tokens: int) -> str:
-    """Return second moments of input channels as text: one character for each channel, `_` for the largest moment.
+    """Return second moments of input channels as text, with one character for each channel. The character `_` is for
+    the largest moment.
 
-    `squares` `[in]` has each channel's sum of squares over `tokens`. A common factor of all channels does not matter.
+    `squares` `[in]` contains the sum of squares over `tokens` for each channel. A common factor of all channels has
+    no effect.
     """
     squares = squares.cpu().double()  # some devices lack float64
     moments = squares + _PRIOR * squares.mean() / max(1, tokens)

@@ -1,4 +1,4 @@
-"""Measured value ranges of a model. They decide a float16 policy."""
+"""Measured value ranges of a model. These ranges decide a float16 policy."""
 
 import json
 import math
@@ -18,13 +18,13 @@ class Measurement:
     """A measurement of one model, which can be stored as JSON.
 
     Attributes:
-        subject: the measured quantity, in a word.
+        subject: the measured quantity, as a word.
         layout: key and version of the file layout. A file with another version is not read.
-        source: the model, in words.
+        source: a description of the model.
         key: fingerprint of the checkpoint's headers and file sizes; "" for a model in memory.
         when: date and time of the measurement, ISO 8601 in UTC.
         dtype: dtype of the computation: `"float32"`, or `"bfloat16"` if float32 did not fit.
-        text: the inputs, in words: "the batch given", "4 texts of 64 tokens that come with isotype".
+        text: a description of the inputs, such as "the batch given" or "4 texts of 64 tokens that come with isotype".
         tokens: number of tokens of all batches.
     """
 
@@ -64,7 +64,7 @@ class Measurement:
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Return the measurement in the file `path`. Raise CheckpointError if it has none."""
+        """Return the measurement in the file `path`. Raise CheckpointError if the file does not contain a measurement."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -74,9 +74,9 @@ class Measurement:
 
 FLOAT16_LARGEST = 65504.0
 FLOAT16_FLUSHED = 2.0**-25
-"""float16's smallest number is 2^-24. Values up to half of it become zero."""
+"""float16's smallest number is 2^-24. float16 rounds values up to half of this number to zero."""
 _FILL = 1e37
-"""Finite magnitudes above this are fill values of masks, such as the lowest number of bfloat16, not activations."""
+"""Finite magnitudes above this number are fill values of masks (such as the lowest number of bfloat16), and not activations."""
 _LOSS_SCALES = (2.0**0, 2.0**24)
 
 MATMULS = (
@@ -85,21 +85,21 @@ MATMULS = (
 )  # fmt: skip
 """Prefixes of operators that autocast runs in 16 bits. Their operands and results are rounded."""
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn", "_varlen_attn")
-"""Prefixes of attention kernels. Only their first result has activations."""
+"""Prefixes of attention kernels. Only the first result of these operators contains activations."""
 
 
 def is_attention(op: str) -> bool:
-    """Return whether an operator (`aten._scaled_dot_product_flash_attention.default`) is an attention kernel."""
+    """Return True if an operator (`aten._scaled_dot_product_flash_attention.default`) is an attention kernel."""
     return op.removeprefix("aten.").removeprefix("torch_attn.").startswith(ATTENTION)
 
 
 def has_statistics(op: str) -> bool:
-    """Return whether all results but the first are logarithms of sums, in which minus infinity is log(0)."""
+    """Return True if all results except the first are logarithms of sums. In these, minus infinity is log(0)."""
     return is_attention(op) or op.startswith("aten._ctc_loss")
 
 
 def is_fill(value: float) -> bool:
-    """Return whether a measured magnitude is a mask's fill value."""
+    """Return True if a measured magnitude is the fill value of a mask."""
     return _FILL < value < math.inf
 
 
@@ -116,16 +116,16 @@ class OperatorRange:
     """The largest magnitudes of one operator call in a step, over all batches.
 
     Attributes:
-        module: the innermost module that calls the operator, by its name in the base model ("" is the model itself). A
-            backward operator has the module of its forward operator.
-        index: number of this call among the operator's calls in the module and phase, from 0.
-        phase: forward or backward. Gradients are of the mean loss, before loss scaling.
+        module: the innermost module that calls the operator, by its name in the base model ("" is the model itself). A backward
+            operator has the module of its forward operator.
+        index: number of this call among the calls of the operator in the module and phase, counted from 0.
+        phase: forward or backward. Gradients belong to the mean loss, before loss scaling.
         inputs: largest magnitude of each float operand, in the order of the arguments.
         output: largest magnitude of the results.
-        flushed: largest share, over the batches, of the results' nonzero elements that float16 rounds to zero
-            (magnitudes up to 2^-25). For a large result, evenly spaced elements are counted.
+        flushed: share of the nonzero elements in the results that float16 rounds to zero (magnitudes up to 2^-25). The largest
+            share over the batches counts. For a large result, evenly spaced elements are counted.
         source: `file:line` of the call; "" if there is none.
-        flushed_scaled: like `flushed`, after multiplication by 65536, the initial loss scale of a GradScaler.
+        flushed_scaled: like `flushed`, after multiplication by 65536, which is the initial loss scale of a GradScaler.
     """
 
     module: str
@@ -152,10 +152,10 @@ class ModuleRange:
         name: fully qualified name in the base model.
         kind: `"linear"`, `"embedding"`, `"norm"` or `"other"`, see `isotype.model.walk.Place.kind`.
         gradient: largest gradient of the outputs, for the mean loss before loss scaling; 0 if there is none.
-        weight: largest magnitude of the module's own float parameters; 0 if there is none.
-        median_weight: median magnitude of the nonzero values of the module's largest parameter; 0 if there is none. For
-            a large parameter, evenly spaced values are used.
-        weight_gradient: largest gradient of the module's own trainable parameters; 0 if there is none.
+        weight: largest magnitude in the float parameters of the module itself; 0 if there is none.
+        median_weight: median magnitude of the nonzero values in the largest parameter of the module; 0 if there is none. For a
+            large parameter, evenly spaced values are used.
+        weight_gradient: largest gradient of the trainable parameters of the module itself; 0 if there is none.
     """
 
     name: str
@@ -170,11 +170,11 @@ class ModuleRange:
 
 @dataclass(frozen=True)
 class Ranges(Measurement):
-    """A range measurement of one model. Gradients are of the mean loss over the tokens of one forward.
+    """A range measurement of one model. Gradients belong to the mean loss over the tokens of one forward.
 
     Attributes:
-        batches: number of batches or, if there is a single batch, its number of texts.
-        spread: largest factor between the maximum outputs of one module in two of the batches (or texts).
+        batches: number of batches. If there is a single batch, number of its texts.
+        spread: largest factor between the maximum outputs of one module in two batches (or texts).
         modules: the modules that were called, in the order of their first call.
         operators: calls of operators with floating-point results, in the order in which they were first called.
         stream: names of the modules whose outputs are the residual stream: the embedding and the blocks, in order.
@@ -203,7 +203,7 @@ class Ranges(Measurement):
 
     @property
     def measured(self) -> str:
-        """Date, dtype and data of the measurement."""
+        """A description with date, dtype and data of the measurement."""
         return f"measured {self.when[:10]} in {self.dtype} on {self.text}"
 
     @property

@@ -1,6 +1,6 @@
 """Incompatible versions of installed libraries, and the pip command that fixes them.
 
-The requirements are read from the packages' metadata, including isotype's; no package is imported.
+The requirements are read from the metadata of the packages, including isotype's metadata. No package is imported.
 """
 
 import importlib.metadata
@@ -31,7 +31,7 @@ class Incompatibility:
     Attributes:
         packages: the packages in conflict, each as `"name version"`.
         change: the requirement to install with pip.
-        severity: `"error"` if something will fail, `"warning"` if something may fail.
+        severity: `"error"` if something will fail, and `"warning"` if something may fail.
     """
 
     packages: tuple[str, ...]
@@ -77,7 +77,7 @@ def installed_requirements() -> dict[str, list[str]]:
 
 
 def tightest(specifier: SpecifierSet) -> SpecifierSet:
-    """Simplify a specifier: keep only the highest `>=` and the lowest `<`. The result allows the same versions."""
+    """Simplify a specifier by keeping only the highest `>=` and the lowest `<`. The simplified specifier allows the same versions."""
     bounds = {">=": max, "<": min}
     parts = [str(part) for part in specifier if part.operator not in bounds]
     for operator, pick in bounds.items():
@@ -126,9 +126,9 @@ def _declared(
 def incompatibilities(
     versions: Mapping[str, str | None], requires: Mapping[str, Sequence[str]]
 ) -> list[Incompatibility]:
-    """Return all incompatibilities among the versions, errors first.
+    """Return all incompatibilities among the versions, with errors first.
 
-    A version that is no valid version number gives a warning and is not compared.
+    A version that is not a valid version number gives a warning, and is not compared.
 
     Args:
         versions: package -> version, or None if the package is not installed, as `installed` returns them.
@@ -144,7 +144,7 @@ def incompatibilities(
         try:
             parsed[name] = Version(text)
         except InvalidVersion:
-            fact = f"{name} has the version {text!r}, which is no version number; it was not compared"
+            fact = f"{name} has the version {text!r}, which is not a version number, so it was not compared"
             results.append(Incompatibility((labels[name],), fact, name, "warning"))
     declared: dict[tuple[str, ...], Incompatibility] = {}
     for incompatibility in _declared(parsed, labels, requires):
@@ -199,7 +199,7 @@ def _own_requirements() -> Sequence[str]:
 
 
 def pip_command(incompatible: Iterable[Incompatibility], absent: Iterable[str] = ()) -> str | None:
-    """Return one pip command that fixes all incompatibilities and installs absent packages; None if nothing is to do."""
+    """Return one pip command that fixes all incompatibilities and installs absent packages; None if nothing has to be done."""
     demands: dict[str, SpecifierSet] = {}
     for text in (*(incompatibility.change for incompatibility in incompatible), *absent):
         requirement = Requirement(text)

@@ -28,7 +28,7 @@ Undo = Callable[[], object]
 
 
 def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
-    """Apply the actions, and return functions that undo them. Undo all and raise UsageError if the model lacks a target."""
+    """Apply actions, and return functions that undo them. If the model lacks a target, undo all actions and raise UsageError."""
     undos: list[Undo] = []
     for action in actions:
         change = _CHANGES.get(action.kind)
@@ -37,7 +37,7 @@ def apply_actions(model: nn.Module, actions: Iterable[Action]) -> list[Undo]:
         targets = list(_targets(model, action))
         if not targets:
             take_back(undos)
-            what, fix = f"{action.kind} {action.target!r}", "repair the model that was checked"
+            what, fix = f"{action.kind} {action.target!r}", "call repair with the model that was checked"
             expected = f"a {'tensor' if action.kind in _TENSORS else 'module'} of {type(model).__name__}"
             raise UsageError.of("the fix does not apply to this model", what, expected, fix)
         try:
@@ -96,7 +96,7 @@ def _entry(holder: Any, step: str) -> tuple[Any, Any]:
 
 
 def _cast_in_place(parameter: Any, value: str) -> list[Undo]:
-    """Cast a parameter's data. The parameter stays the same object, because optimizers and other modules refer to it."""
+    """Cast a parameter's data. Cast a tensor in place: optimizers and other modules refer to the parameter, so it stays the same object."""
     dtype = parse_dtype(value)
     if parameter.dtype == dtype:
         return []
@@ -119,7 +119,7 @@ def _cast_buffer(target: Any, value: str) -> list[Undo]:
     if rounded and not hasattr(module, "config"):
         what = f"{name} of a {type(module).__name__} in {dtype_name(before.dtype)}"
         expected = "a module with a config, from which the frequencies can be computed"
-        fix = "load the model again and do not cast its buffers"
+        fix = "load the model again, and do not cast its buffers"
         raise UsageError.of("a cast does not restore rounded frequencies", what, expected, fix)
     fresh = fresh_rotary(name, module) if rounded and not isinstance(before, FakeTensor) else None
     source = before if fresh is None else getattr(fresh, name).to(before.device)
@@ -188,7 +188,7 @@ def _with_boundary(module: nn.Module, settings: BoundarySettings) -> list[Undo]:
 
 
 def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
-    """Add the same casts as `enforce_model` to modules whose values exceed float16's range."""
+    """Add the casts of `enforce_model` to modules whose values exceed the range of float16."""
     choice = RangeBoundaries.of(value)
     policy = PrecisionPolicy(
         parse_dtype(choice.compute),
@@ -213,7 +213,7 @@ def _set_range_boundaries(model: nn.Module, value: str) -> list[Undo]:
 
 
 def _exceptions(model: nn.Module, choice: RangeBoundaries) -> Iterable[ModuleException]:
-    """Return the exceptions. If only one of several equal layers is traced, it gets the exceptions of all of them."""
+    """Return the exceptions. If only one of several equal layers is traced, this layer gets the exceptions of all of them."""
     present = dict.fromkeys(base_name(name) for name, _ in model.named_modules())
     standing = tuple(f"{base_name(name)}." for name, count in stands_for(model).items() if count > 1)
     excepted = {module for module, _, _ in choice.exceptions}

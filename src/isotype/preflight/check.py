@@ -64,23 +64,22 @@ def check(
 ) -> Report:
     """Run one training step on fake tensors, report every dtype problem, and try the fixes.
 
-    The model, the inputs and the random states stay unchanged, and no weights are copied. For a float16 step, `check` also
-    measures value ranges, which reads the weights block by block.
+    `check` does not change the model, the inputs and the random states, and copies no weights. For a float16 step, `check`
+    also measures value ranges. This reads the weights block by block.
 
     Args:
-        model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer, or a `StepRequest`. The
-            step of a trainer has the trainer's first batch and arguments. Other arguments of `check` replace those of a
-            trainer or request.
+        model: any `nn.Module`, real or on the meta device; or a transformers or TRL trainer; or a `StepRequest`. For a trainer,
+            the step uses the trainer's first batch and arguments. Other arguments of `check` replace the values of a trainer or
+            request.
         inputs: the keyword arguments of a call of the model (labels included), or a callable model -> loss.
-        policy: the model's intended policy; by default the policy that is attached to the model, if there is one.
-        device: a device profile (`"t4"`) or a real device; by default the policy's device, or this machine's best
-            device.
-        autocast: dtype of autocast around forward and loss; False for no autocast. By default the policy's autocast;
-            without a policy, no autocast.
-        scaler: whether a GradScaler is used; by default only with float16 autocast.
-        optimizer: a name (`"adamw"`, `"adamw_fused"`, `"sgd"`, …), an optimizer, a list of optimizers, or a
-            callable parameters -> optimizer; by default AdamW.
-        phases: phases of the step, in order; by default forward, backward, unscale, optimizer. `"generate"` adds a
+        policy: the intended policy of the model. The default is the policy that is attached to the model, if there is one.
+        device: a device profile (`"t4"`) or a real device. The default is the policy's device, or this machine's best device.
+        autocast: dtype of autocast around forward and loss, or False for no autocast. The default is the autocast of the
+            policy. Without a policy, the default is no autocast.
+        scaler: True if a GradScaler is used. By default, a GradScaler is used only with float16 autocast.
+        optimizer: a name (`"adamw"`, `"adamw_fused"`, `"sgd"`, …), an optimizer, a list of optimizers, or a function from
+            parameters to an optimizer. The default is AdamW.
+        phases: phases of the step, in order. The default is forward, backward, unscale, optimizer. The phase `"generate"` is a
             forward without labels and gradients.
         **options: by keyword:
 
@@ -112,14 +111,13 @@ def check(
             - `seconds`: time limit of the trace, without the trials of fixes. At the limit, the trace ends, and the
               report is about the traced part.
 
-    Returns:
-        The report: findings with their causes, fixes that another trace has verified, memory and FLOPs of the step. A
-        step that cannot be traced to its end has the finding IST199.
+    Returns: The report: findings with their causes, fixes that another trace has verified, memory and FLOPs of the step. If a
+        step cannot be traced to its end, the report has the finding IST199.
 
     Raises:
-        UsageError: arguments exclude each other, or `model` is no model, trainer or request.
-        PrecisionError: an unknown device or dtype.
-        TypeError: an option that does not exist.
+        UsageError: some arguments exclude each other, or `model` is no model, trainer or request.
+        PrecisionError: a device or dtype is unknown.
+        TypeError: an option does not exist.
     """
     verify, seconds = options.pop("verify", True), options.pop("seconds", math.inf)
     for name in options.keys() - {field.name for field in fields(StepRequest)}:
@@ -146,7 +144,7 @@ def check(
 
 
 def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
-    """Return a changed request. A new autocast resets the scaler; a new optimizer object resets the learning rate."""
+    """Return a changed request. A new autocast resets the scaler, and a new optimizer object resets the learning rate."""
     if "autocast" in changes:
         changes = {"scaler": None, **changes}
     if optimizers_in(changes.get("optimizer")):
@@ -155,7 +153,7 @@ def _changed(request: StepRequest, changes: dict[str, Any]) -> StepRequest:
 
 
 def _with_inputs(request: StepRequest, inputs: Any) -> StepRequest:
-    """Return a request with other inputs. If these are a batch, the loss function of the request is kept."""
+    """Return a copy of a request with other inputs. If the inputs are a batch, the loss function of the request is kept."""
     if inputs is None:
         return request
     over = isinstance(request.inputs, LossOf) and isinstance(inputs, Mapping)
@@ -173,7 +171,8 @@ _RETURNS = "(model, inputs), or a dict with model, inputs and other arguments of
 def function_arguments(text: str) -> dict[str, Any]:
     """Call the function `package.module:function` and return its result as arguments of `isotype.check`.
 
-    Raises UsageError if there is no such module or function, or if the function fails or has another result.
+    Raises UsageError if the module or the function does not exist, the function fails, or its result has another
+    type.
     """
     module, attribute = _module(text), text.partition(":")[2]
     function = getattr(module, attribute, None)
@@ -185,7 +184,7 @@ def function_arguments(text: str) -> dict[str, Any]:
         inspect.signature(function).bind()
     except TypeError as error:
         what = f"{text}{inspect.signature(function)}: {error}"
-        fix = "give the parameters defaults, or name a function that calls this function"
+        fix = "give the parameters default values, or name a function that calls this function"
         raise UsageError.of("the function cannot be called", what, "no required parameters", fix) from error
     try:
         with remembered():
@@ -206,7 +205,7 @@ def _module(text: str) -> Any:
         stem = name.removesuffix(".py")
         bare = f"{stem}:{text.partition(':')[2]}"
         is_file = name.endswith(".py") and Path(f"{stem}.py").is_file()
-        fix = f"isotype check {bare}" if is_file else "check its name and the directory that you are in"
+        fix = f"isotype check {bare}" if is_file else "check the name of the module and the working directory"
         expected = "a module that can be imported from the working directory, without .py"
         raise UsageError.of("no such module", f"{text}: no module {error.name}", expected, fix) from error
     except Exception as error:
@@ -217,12 +216,12 @@ def _module(text: str) -> Any:
 
 def _failed(text: str, doing: str, error: Exception) -> UsageError:
     what = f"{text}: {doing} raised {type(error).__name__}: {error}{_line(error)}"
-    fix = "correct it; --debug shows the whole traceback"
+    fix = "correct the function; --debug shows the whole traceback"
     return UsageError.of("the function fails", what, f"a function that returns {_RETURNS}", fix)
 
 
 def _line(error: Exception) -> str:
-    """Return a text with the innermost line of the user's code in the traceback; "" if there is none."""
+    """Return the innermost line of the user's code in the traceback; "" if there is no such line."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
     if not frames or isinstance(error, SyntaxError):  # the message of a SyntaxError names the line
         return ""
@@ -239,13 +238,15 @@ def _arguments(text: str, result: Any) -> dict[str, Any]:
         return {"model": result[0], "inputs": result[1]}
     if not (isinstance(result, Mapping) and {"model", "inputs"} <= set(result)):
         what = f"{text} returns {_words(result)}"
-        raise UsageError.of("the function returns something else", what, _RETURNS, "return one of these")
+        raise UsageError.of(
+            "the function does not return a model with its inputs", what, _RETURNS, "return one of these"
+        )
     known = arguments_of_check()
     others = (name for name in result if name not in known)
-    fixes = {name: did_you_mean(str(name), known, "leave it out", n=1, shown=repr) for name in others}
+    fixes = {name: did_you_mean(str(name), known, "omit it", n=1, shown=repr) for name in others}
     unknown = [Problem(repr(name), f"one of {', '.join(known)}", fix) for name, fix in fixes.items()]
     if unknown:
-        raise UsageError(f"{text} returns arguments that isotype.check does not take", unknown)
+        raise UsageError(f"{text} returns arguments that isotype.check does not have", unknown)
     return dict(result)
 
 

@@ -1,4 +1,4 @@
-"""Builds a request for one step of a trainer: with its model, first batch, loss and arguments."""
+"""Builds a request for one step of a trainer from its model, first batch, loss and arguments."""
 
 import copy
 from collections.abc import Mapping, Sequence, Sized
@@ -26,18 +26,19 @@ from isotype.records.request import LossOf, StepRequest
 def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> StepRequest:
     """Return the request for a trainer's first step with its loss and arguments. Call this before `train()`.
 
-    The trainer, its data order and the random states stay unchanged. For a data set with only prompts (GRPO, RLOO), the
-    step is a forward and a backward over the first prompts. Completions have the greatest length, and there are no
-    rewards. Unless vLLM generates the completions, the step also generates one token, and the report contains the
-    rollout's memory. With PEFT, the token is generated outside of autocast, as in the trainer.
+    This function does not change the trainer, its data order and the random states. If the data set has only prompts
+    (GRPO, RLOO), the step is a forward and a backward over the first prompts. The completions have the maximum length,
+    and no rewards are computed. Unless vLLM generates the completions, the step also generates one token, and the
+    report contains the memory of this generation. With PEFT, the token is generated outside of autocast, as in the
+    trainer.
 
     Args:
-        inputs: a batch in place of the trainer's first batch, or a callable model -> loss in place of the trainer's
-            loss.
-        device: the device or device profile to check for, or None for the trainer's device.
+        inputs: a batch that replaces the trainer's first batch, or a function from the model to a loss that replaces the
+            trainer's loss.
+        device: the device or device profile for the check, or None for the trainer's device.
 
     Raises:
-        UsageError: `trainer` is no trainer, or it has no training data.
+        UsageError: `trainer` is no trainer, or has no training data.
     """
     if not hasattr(trainer, "get_train_dataloader") or not hasattr(trainer, "model"):
         what, fix = f"a {type(trainer).__name__}", "isotype.check(model, inputs)"
@@ -79,7 +80,7 @@ def request_of_trainer(trainer: Any, inputs: Any = None, device: Any = None) -> 
 
 
 def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch. If the trainer passes `num_items_in_batch` to the model, add twice the number of labels of the batch.
+    """Return the batch. If the trainer passes `num_items_in_batch` to the model, add twice the number of labels in the batch.
 
     If TRL's fused head computes the loss, add `fused_lm_head`.
     """
@@ -92,7 +93,7 @@ def _with_count(trainer: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _between_steps(trainer: Any, first: Any) -> LossOf | None:
-    """Return the loss over an evaluation batch. Without evaluation, return the rollout of the prompts `first`, or None."""
+    """Return the loss over an evaluation batch. Without evaluation, return the generation for the prompts `first`, or None."""
     rows = getattr(trainer, "eval_dataset", None)
     if trainer.args.eval_strategy == "no" or rows is None:
         return None if isinstance(first, Mapping) else _rollout(trainer, first)
@@ -166,8 +167,8 @@ def _request(model: nn.Module, loss: Any, arguments: Any, optimizer: Any) -> Ste
 def _processes_of(model: nn.Module, arguments: Any) -> dict[str, Any]:
     """Return the fields of a request that describe FSDP, DeepSpeed and DDP.
 
-    If the model is not sharded yet, the fields describe how accelerate will shard it. accelerate 1.15 does not shard
-    frozen integer weights (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
+    If the model is not sharded yet, the fields describe how accelerate will shard the model. accelerate 1.15 does not
+    shard frozen integer weights (`fsdp2_prepare_model` in accelerate/utils/fsdp_utils.py).
     """
     sharded: Any = next(filter(is_sharded, model.parameters()), None)
     if sharded is not None:
@@ -213,7 +214,7 @@ def _loss_of_trainer(trainer: Any, batch: Any) -> LossOf:
 
 
 def _over_completions(trainer: Any, rows: Sequence[Any]) -> LossOf:
-    """Return the loss over the rows' prompts, each followed by a completion of the greatest length."""
+    """Return the loss over the prompts of the rows, each followed by a completion of the maximum length."""
     length = _completion(trainer)
     prompts = prompts_of(trainer, rows[: trainer.args.per_device_train_batch_size])
     if prompts is None:
@@ -242,7 +243,7 @@ def _completion(trainer: Any) -> int:
 
 
 def _rollout(trainer: Any, rows: Sequence[Any]) -> LossOf | None:
-    """Return the generation of completions for the rows; None if vLLM or a function of the user generates them."""
+    """Return the generation of completions for the rows; None if vLLM or a function of the user generates the completions."""
     prompts = None if trainer.args.use_vllm else prompts_of(trainer, rows)
     if prompts is None:
         return None
@@ -257,7 +258,7 @@ def _rollout(trainer: Any, rows: Sequence[Any]) -> LossOf | None:
 
 
 def _generates_under_autocast(trainer: Any) -> bool:
-    """Return whether completions are generated under accelerate's autocast. PEFT generates with the base model, without it."""
+    """Return True if completions are generated under accelerate's autocast. With PEFT, the base model generates without this autocast."""
     return not hasattr(trainer.model, "peft_config")
 
 
@@ -267,7 +268,7 @@ def _generate(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return a batch of two prompts with completions and padding; only the completions have labels."""
+    """Return a batch of two prompts with completions and padding. Only the completions have labels."""
     vocabulary = trainer.model.get_input_embeddings().num_embeddings
     ids = (torch.arange(2 * 16) + vocabulary // 2).remainder(vocabulary).view(2, 16)
     mask, learned = torch.ones_like(ids), torch.zeros_like(ids)
@@ -278,7 +279,7 @@ def _prompts_and_completions(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def _shadow(trainer: Any, twin: nn.Module) -> Any:
-    """Return a copy of the trainer with the model `twin`, and with copies of its metrics and state."""
+    """Return a copy of the trainer with the model `twin`, and with copies of the trainer's metrics and state."""
     shadow = copy.copy(trainer)
     shadow.model = shadow.model_wrapped = twin
     for name in ("_metrics", "_stored_metrics", "state"):
@@ -294,7 +295,7 @@ _PROCESSES = 8
 
 
 def _first_batches(trainer: Any, most: int) -> tuple[list[Any], int | None]:
-    """Return at most `most` batches, and the number of batches in an epoch; None for a data stream."""
+    """Return at most `most` batches, and the number of batches in an epoch (None for a data stream)."""
     from transformers.trainer_utils import has_length
 
     with random_states_kept():  # the data loader must not change the order of training

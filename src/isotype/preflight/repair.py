@@ -1,4 +1,4 @@
-"""`isotype.repair`: applies fixes to the real model. Another trace has verified them."""
+"""`isotype.repair`: applies fixes to the real model. A trace of the repaired step has verified each fix."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,9 +17,9 @@ class Repairs:
     """The fixes that `repair` has chosen, and the remaining findings. Iteration yields the fixes.
 
     Attributes:
-        fixes: the fixes that resolve the findings together, in the order of the choice.
+        fixes: the fixes that resolve the findings together, in the order in which they were chosen.
         settings: argument of the step (`autocast`, `scaler`, …) -> the new value that the caller has to set.
-        lines: `file:line` in code -> the dtype that the caller has to write in that line.
+        lines: `file:line` of the code -> the dtype that the caller has to write in this line.
         left: findings that no fix resolves, each with the reason.
         resolved: findings that the repaired model no longer has.
         pending: findings that the caller resolves by the changes in `settings` and `lines`.
@@ -35,7 +35,7 @@ class Repairs:
 
     @property
     def done(self) -> tuple[Fix, ...]:
-        """The fixes that `repair` applied completely."""
+        """The fixes that `repair` has applied completely."""
         return tuple(fix for fix in self.fixes if not needs_the_caller(fix))
 
     @property
@@ -73,19 +73,19 @@ class Repairs:
 def repair(model: nn.Module, report: Report, unsafe: bool = False) -> Repairs:
     """Apply verified fixes to `model` in place, the cheapest first, until the report's findings are resolved.
 
-    `repair` chooses a fix for one finding after another, errors first. After each choice, it traces the step with all
-    chosen fixes. So it fixes no finding twice, and combines only fixes that work together.
+    `repair` chooses a fix for one finding after another, and begins with the errors. After each choice, it traces the
+    step with all chosen fixes. Therefore `repair` fixes no finding twice, and combines only fixes that work together.
 
     Args:
         model: the model that was checked.
         report: from `isotype.check(model, …)`.
-        unsafe: whether fixes are allowed that change stored digits or the meaning of the step.
+        unsafe: True to allow fixes that change stored digits or the meaning of the step.
 
     Raises:
-        UsageError: the report has no step to trace again, or it is about another model. The model stays unchanged.
+        UsageError: the report contains no step that can be traced again, or is about another model. The model stays unchanged.
     """
     if report.again is None:
-        what, fix = f"a report of {report.trace.model} that lacks the step", "call isotype.check again"
+        what, fix = f"a report of {report.trace.model} without the checked step", "call isotype.check again"
         expected = "the report that isotype.check(model, …) returned in this process"
         raise UsageError.of("this report cannot be used for a repair", what, expected, fix)
     chosen, left = plan(report, unsafe)
@@ -108,19 +108,20 @@ def _gone(report: Report, actions: Sequence[Action]) -> tuple[Finding, ...]:
 
 
 def faults(findings: Iterable[Finding]) -> set[tuple[str, str]]:
-    """Return (code, cause) of each finding, which identifies the finding in other traces of the model."""
+    """Return (code, cause) of each finding. This pair identifies the finding in other traces of the model."""
     return {(finding.code, finding.cause) for finding in findings}
 
 
 def plan(
     report: Report, unsafe: bool = False, *, command: bool = False
 ) -> tuple[list[Fix], list[tuple[Finding, str]]]:
-    """Return the fixes that resolve the most findings of `report` together, and (finding, reason) for the other findings.
+    """Return the fixes that resolve the most findings of `report` together, and (finding, reason) for all other findings.
 
-    After each fix, the step is checked again, because one cause can hide another.
+    After each fix, the step is checked again, because one cause can hide another cause.
 
     Args:
-        command: whether the fixes are for the arguments of a training command. A command's model cannot be changed.
+        command: True if the fixes are for the arguments of a training command. The model of a training command cannot be
+    changed.
     """
     assert report.again is not None
     chosen: list[Fix] = []
@@ -132,7 +133,7 @@ def plan(
         finding = unresolved[0]
         key = (finding.code, finding.cause)
         if key in fixed:
-            left[key] = (finding, "the fix of another finding brings it back")
+            left[key] = (finding, "the fix of another finding causes this finding again")
             continue
         fix, after = _first_that_works(report, finding, chosen, present, unsafe, command)
         if fix is None:
@@ -146,7 +147,7 @@ def plan(
 
 
 def _needed(report: Report, chosen: list[Fix], after: Sequence[Finding]) -> list[Fix]:
-    """Return the chosen fixes without fixes that later fixes replace. `after` are the findings with all chosen fixes."""
+    """Return the chosen fixes without fixes that later fixes replace. The argument `after` contains the findings with all chosen fixes."""
     assert report.again is not None
     present = faults(finding for finding in after if finding.severity != "note")
     needed = list(chosen)
@@ -190,7 +191,7 @@ def _first_that_works(
 
 
 def needs_the_caller(fix: Fix) -> bool:
-    """Return whether a part of a fix is outside of the model: an argument of the step, or a line of code."""
+    """Return True if a part of a fix is outside of the model: an argument of the step, or a line of code."""
     return fix.scope != "model"
 
 
@@ -205,7 +206,7 @@ def _may_be_applied(fix: Fix, command: bool) -> bool:
 
 
 def _is_progress(finding: Finding, before: Sequence[Finding], after: Sequence[Finding]) -> bool:
-    """Return whether a fix resolved the finding, added no error, and did not end the trace early."""
+    """Return True if a fix resolved the finding, added no error, and did not end the trace early."""
     if (finding.code, finding.cause) in faults(after):
         return False
     if "untraced" in {f.kind for f in after} - {f.kind for f in before}:
@@ -223,13 +224,15 @@ def _reason(finding: Finding, unsafe: bool) -> str:
     fixes = by_preference(finding.fixes, unsafe=unsafe)
     proven = next((fix for fix in fixes if fix.works), None)
     if proven is not None and _is_excluded(proven, unsafe):
-        return f"only an unsafe fix: {proven.description}; repair(…, unsafe=True) applies it"
+        return (
+            f"only an unsafe fix resolves it: {proven.description}; repair(…, unsafe=True) applies this fix"
+        )
     if proven is not None and not needs_the_caller(proven):
         return f"this fix works alone, but not together with the other fixes: {proven.description}"
     if proven is None and finding.severity != "error":
         proven = next((fix for fix in fixes if needs_the_caller(fix)), None)  # for a warning it was not tried
     advised = proven or next((fix for fix in fixes if fix.scope == "advice"), None)
     if advised is None:
-        return "no tried fix resolves it"
+        return "no tried fix resolves this finding"
     text = f"{advised.description} (the command above)" if advised.command else marked(advised)
     return f"yours to do: {text}"

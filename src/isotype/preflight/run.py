@@ -48,11 +48,11 @@ def run(
     measure: bool = True,
     traced: Trace | None = None,
 ) -> Report:
-    """Return the report on a step. `isotype.preflight.check.check` describes the report and the other arguments.
+    """Return the report on a step. `isotype.preflight.check.check` documents the report and the other arguments.
 
     Args:
-        measure: whether the values of a float16 step may be measured.
-        traced: the trace of this request, from `trace_of` or from an earlier report; None if it has not been traced.
+        measure: True if the values of a float16 step may be measured.
+        traced: the trace of this request, from `trace_of` or from an earlier report; None to trace the request now.
     """
     started = time.perf_counter()
     setup = setup_of(request)
@@ -85,7 +85,7 @@ def run(
 
 @random_states_kept()
 def trace_of(request: StepRequest) -> Trace:
-    """Return the trace of a requested step, without findings. If the step cannot be traced, the trace has a `failure`."""
+    """Return the trace of a requested step, without findings. If the step cannot be traced, `failure` of the trace has the reason."""
     setup = setup_of(request)
     try:
         return _Step(request, setup, weights_of(request.model)).trace()
@@ -101,8 +101,8 @@ class _Step:
 
     Attributes:
         known: actions -> the findings of the step with these actions.
-        whole: actions of steps that were traced as a whole, with measured values if they compute in float16.
-        tried: actions of a tried fix -> the findings, or None if the fix cannot be applied or causes another error.
+        whole: actions of steps that were traced to the end. The values of such a step are measured if it computes in float16.
+        tried: actions of a tried fix -> the findings; None if the fix cannot be applied or causes another error.
     """
 
     request: StepRequest
@@ -135,7 +135,7 @@ class _Step:
         return replace(trace, reach=self.reach)
 
     def judged(self, actions: Sequence[Action]) -> tuple[Finding, ...]:
-        """Return the findings of the step with `actions`. The step is traced only the first time."""
+        """Return the findings of the step with `actions`. For the same actions, the step is traced only once."""
         key = tuple(actions)
         if key not in self.known:
             self._judge(key, self.trace(actions))
@@ -147,9 +147,10 @@ class _Step:
             self.whole.add(actions)
 
     def verified(self, trace: Trace, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Return the findings, each with its advice and the fixes that work. `_roots` joins errors of one cause.
+        """Return the findings, each with its advice and the fixes that resolve it. `_roots` joins errors that have
+        the same cause.
 
-        A finding without a fix that works gets a fix of another finding that resolves both.
+        A finding without such a fix gets the fix of another finding if that fix resolves both.
         """
         fixed = [
             replace(f, fixes=self._working(f, findings), notes=(*self._too_large(f, findings), *f.notes))
@@ -183,19 +184,20 @@ class _Step:
         return (*(good or costly[:1]), *advice)
 
     def _too_large(self, finding: Finding, findings: Sequence[Finding]) -> Iterator[str]:
-        """Yield a note about each tried fix whose only fault is that the step then does not fit into the memory."""
+        """Yield a note about each tried fix that resolves the finding, but makes the step too large for the memory."""
         for fix in finding.fixes:
             after = self.tried.get(fix.actions) or ()
             memory = [other for other in after if other.kind == "memory" and other.severity == "error"]
             if memory and resolves(finding, findings, [other for other in after if other not in memory]):
-                yield f"no fix here: {fix.description}, because {memory[0].message}"
+                yield f"not a fix here: {fix.description}, because {memory[0].message}"
 
     def _with(
         self, actions: tuple[Action, ...], finding: Finding, findings: Sequence[Finding]
     ) -> tuple[Finding, ...] | None:
         """Return the findings of the step with `actions`; None if the actions cannot be applied or do not resolve `finding`.
 
-        The trace stops after a forward with a new error or with the error of `finding`: `actions` are then no fix.
+        The trace stops after a forward with a new error or with the error of `finding`, because `actions` are then no
+        fix.
         """
         if actions in self.tried:
             return self.tried[actions]
@@ -226,10 +228,11 @@ def _roots(
     tried: Mapping[tuple[Action, ...], Sequence[Finding] | None],
     order: Mapping[tuple[str, str, str], int],
 ) -> tuple[Finding, ...]:
-    """Return the findings. An error that another error causes becomes a note of the other error.
+    """Return the findings. Turn an error that another error causes into a note of that other error.
 
-    Error A causes error B if B is later in the step, a fix of A resolves both, and no fix of B resolves A. Only fixes
-    of the model are considered: a change of an argument or of the code may fix several causes at once.
+    Error A causes error B if three conditions hold: B is later in the step, a fix of A resolves both, and no fix of B
+    resolves A. Only fixes of the model are considered, because a change of an argument or of the code may fix several
+    causes at once.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     position = {finding.key: order.get(_place(finding), len(order)) for finding in errors}
@@ -305,13 +308,13 @@ def setting_value(value: str) -> Any:
 
 
 COPIED = 64 << 20
-"""Bytes that `measure_reach` may always use for a copy of layers, even if the step needs little memory."""
+"""Bytes that `measure_reach` may always use for a copy of layers, even if the step itself needs little memory."""
 
 
 def reach_of(request: StepRequest, most_bytes: int) -> Reach | None:
-    """Return which inputs of the step influence which predictions.
+    """Measure the inputs of the step that affect each prediction.
 
-    Returns None if the request disables this measurement, or if the inputs have no token ids or labels. The measurement
+    Return None if the request disables this measurement, or if the inputs have no token ids or labels. The measurement
     runs a copy of the model's layers. If this copy needs more than `most_bytes`, the measurement runs a small model of
     the same class, if possible.
     """
@@ -339,15 +342,15 @@ SECONDS = 20.0
 """A check measures value ranges if the estimated time is at most this many seconds. `measure_ranges` has no limit."""
 
 _FLOPS_A_SECOND = {"cpu": 3e10, "cuda": 3e12}
-"""Device type -> float32 FLOP/s of a slow device of this type: two CPU cores with AVX2, and a T4 GPU."""
+"""Maps a device type to the float32 FLOP/s of a slow device of this type: two CPU cores with AVX2, and a T4 GPU."""
 _WEIGHTS_A_SECOND = 2e8
-"""Number of weights that are cast to float32 in a second."""
+"""Number of weights that are cast to float32 per second."""
 _AGAIN = 4 / 3
-"""A measurement's FLOPs divided by a step's: the backward of a measurement computes each block's forward again."""
+"""FLOPs of a measurement divided by the FLOPs of a step: the backward of a measurement recomputes the forward of each block."""
 
 
 def measured(request: StepRequest, trace: Trace) -> tuple[Ranges | None, tuple[str, ...]]:
-    """Return the measured ranges or None, and notes on what was not measured and why."""
+    """Return the measured ranges or None, and notes on values that were not measured."""
     model, inputs = request.model, named_inputs(request.inputs)
     if not _measurable(model, inputs, trace):
         return None, ()

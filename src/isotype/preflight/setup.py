@@ -1,4 +1,4 @@
-"""The settings of a requested step, with all defaults, and the errors about invalid arguments."""
+"""The settings of a requested step, with all defaults, and errors about invalid arguments."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -105,18 +105,18 @@ def _problems(request: StepRequest) -> Iterator[Problem]:
     inputs = request.inputs
     if not callable(inputs) and not isinstance(inputs, (Mapping, LossOf)) and not hasattr(inputs, "keys"):
         what = f"inputs of type {type(inputs).__name__}"
-        expected = "the dict that the model is called with (labels included), or a callable model -> loss"
+        expected = "the dict of arguments of the model (labels included), or a callable model -> loss"
         yield Problem(what, expected, "isotype.check(model, {'input_ids': …, 'labels': …})")
     if why := uncopied(request.model):
         fix = "check the model before FSDP1 or DeepSpeed wraps it"
         yield Problem(f"a {type(request.model).__name__}", f"a model whose copy can run, but {why}", fix)
     if not isinstance(request.devices, int) or request.devices < 1:
-        fix = "give 1, or leave it out"
+        fix = "set it to 1, or omit it"
         yield Problem(f"devices={request.devices!r}", "a number of devices, at least 1", fix)
     unknown = [phase for phase in request.phases if phase not in PHASES]
     if unknown:
         phases = (phase for phase in PHASES if phase not in BETWEEN_STEPS)
-        yield Problem(f"phases {unknown}", f"of {', '.join(phases)}", "leave them out")
+        yield Problem(f"phases {unknown}", f"of {', '.join(phases)}", "omit them")
 
 
 def _checkpointing_words(request: StepRequest) -> str:
@@ -133,7 +133,7 @@ def _checkpointing_words(request: StepRequest) -> str:
 
 
 def _padding_words(inputs: Any) -> Iterator[str]:
-    """Yield a clause if more than a tenth of all columns contain only padding."""
+    """If more than a tenth of all columns contain only padding, yield a clause about them."""
     mask = named_inputs(inputs).get("attention_mask")
     if type(mask) is torch.Tensor and mask.ndim == 2 and not mask.is_meta:
         empty = int((mask == 0).all(0).sum())
@@ -142,5 +142,5 @@ def _padding_words(inputs: Any) -> Iterator[str]:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of most modules' weights; of dtypes with equally many, the dtype of more elements."""
+    """Return the weight dtype of most modules. If several dtypes have equally many modules, return the one with more elements."""
     return whole(tallies(unread_weights(model))) or torch.float32

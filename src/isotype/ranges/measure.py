@@ -48,8 +48,8 @@ class Batches:
     """The batches on which a model is measured.
 
     Attributes:
-        rows: number of texts in a batch if each is recorded separately; 0 if the whole batch is recorded as one text.
-        text: the inputs, in words.
+        rows: number of texts in a batch if each text is recorded separately; 0 if the whole batch is recorded as one text.
+        text: a description of the inputs.
         notes: sentences on parts of the model's inputs that the batches lack.
     """
 
@@ -66,8 +66,8 @@ class Batches:
         batches = list(several) if isinstance(several, Sequence) else []
         if not batches or not all(isinstance(item, Mapping) for item in batches):
             kind = f"a {type(batch).__name__}"
-            expected = "a dict of the tensors that the model is called with, or a list of such dicts"
-            fix = "give one batch of the training data loader"
+            expected = "a dict of the tensors with which the model is called, or a list of such dicts"
+            fix = "pass one batch of the training data loader"
             raise UsageError.of("no batch to measure", kind, expected, fix)
         text = "the batch given" if len(batches) == 1 else f"the {len(batches)} batches given"
         return cls(tuple(map(dict, batches)), 0, text, sum(map(_tokens_in, batches)))
@@ -82,14 +82,14 @@ class Batches:
             tokens: total number of tokens, rounded up to whole texts; a text has 64 tokens, or `tokens` if that is less.
 
         Raises:
-            UsageError: the model takes no token ids.
+            UsageError: the model accepts no token ids.
         """
         base = without_peft(model)
         config: Any = getattr(base, "config", None)
         if not hasattr(config, "to_dict") or getattr(base, "main_input_name", "input_ids") != "input_ids":
             named = getattr(base, "main_input_name", "arguments of its own")
             what = f"{type(base).__name__}, which takes {named}"
-            fix = "give batch=, the arguments of the model's forward"
+            fix = "pass batch=, the arguments of the model's forward"
             raise UsageError.of("isotype cannot create a batch for this model", what, "a batch", fix)
         length = min(LENGTH, max(2, tokens), positions(base) or LENGTH)
         rows = -(-tokens // length)
@@ -128,7 +128,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def _learned(model: nn.Module) -> list[int]:
-    """Return the usable rows of each position table. OPT's first position is row 2, RoBERTa's is padding index + 1."""
+    """Return the usable rows of each position table. The first position is row 2 in OPT, and row padding index + 1 in RoBERTa."""
     limits = []
     for name, table in model.named_modules():
         if _LEARNED.search(name) and not _PICTURES.search(name) and isinstance(table, nn.Embedding):
@@ -156,8 +156,8 @@ def passages() -> tuple[str, ...]:
 def token_rows(tokenizer: Any | None, vocabulary: int, rows: int, length: int) -> tuple[torch.Tensor, str]:
     """Return token ids, int64 `[rows, length]`, and a clause on their source.
 
-    Row r begins with isotype's passage r and continues with the next passages. If there is no tokenizer, or if it has
-    no tokens for the passages, ids are random with a fixed seed.
+    Row r begins with isotype's passage r, and continues with the next passages. If there is no tokenizer, or if it
+    has no tokens for the passages, ids are random with a fixed seed.
     """
     # Special tokens at the start come once per row.
     pieces = [] if tokenizer is None else [tokenizer(text)["input_ids"] for text in passages()]
@@ -218,7 +218,7 @@ def _add_pictures(
 
 
 _ROOM = 1.5
-"""Memory that a measurement needs, relative to the weights of the largest block."""
+"""Memory that a measurement needs, divided by the memory of the weights of the largest block."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Measured:
     notes: tuple[str, ...] = ()
 
     def fitting_dtype(self, device: torch.device) -> torch.dtype:
-        """Return float32; bfloat16 if the largest block does not fit into the device's memory in float32."""
+        """Return float32, or bfloat16 if the largest block does not fit into the device's memory in float32."""
         free = free_memory(device)
         needed = _ROOM * 4 * max(parts(self.model), default=0)
         return torch.bfloat16 if free is not None and needed > free else torch.float32
@@ -248,7 +248,7 @@ class Measured:
         for name, parameter in model.named_parameters():
             if parameter.is_meta or hasattr(parameter, "full_tensor"):
                 what = f"{name} {'on the meta device' if parameter.is_meta else 'sharded over processes'}"
-                fix = "give the checkpoint, by its path or hub id"
+                fix = "pass the checkpoint, by its path or hub id"
                 headline, expected = "this model cannot be measured in memory", "weights with values"
                 raise UsageError.of(headline, what, expected, fix)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -273,7 +273,7 @@ def measure(
     dtype: torch.dtype | None = None,
     progress: bool = True,
 ) -> Ranges:
-    """Measure the value ranges of a model as `isotype.measure_ranges` does; the caller sets the result's `key`."""
+    """Measure the value ranges of a model as `isotype.measure_ranges` does. The caller sets the `key` of the result."""
     where = real_device(device) if device is not None else measured.device
     chosen = dtype or measured.fitting_dtype(where)
     recorder, weights = RangeRecorder(), Weights(chosen, where)
@@ -313,7 +313,7 @@ def _run(
                 output = twin.model(**inputs)
                 if find_loss(output) is None:
                     notes.append(
-                        "the model returns no loss: the gradients are of the mean of its first output"
+                        "the model returns no loss, so the gradients belong to the mean of its first output"
                     )
                 loss = loss_of(output)
                 loss = loss if not loss.ndim else loss.float().mean()
@@ -323,7 +323,7 @@ def _run(
                     loss.backward()  # type: ignore[no-untyped-call]
                 else:
                     notes.append(
-                        "the loss depends on no tensor that requires a gradient: there are no gradients"
+                        "the loss depends on no tensor that requires a gradient, so there are no gradients"
                     )
             twin.weights.end_step()
             losses.append(float(loss.detach()))
@@ -345,7 +345,7 @@ def _experts_of(module: Any) -> int:
 
 @contextlib.contextmanager
 def _experts_noted(model: nn.Module, chosen: dict[str, set[int]]) -> Iterator[None]:
-    """In the `with` block, record in `chosen`: name of an experts module -> indices of the experts that routers choose."""
+    """In the `with` block, record the indices of the experts that routers choose in `chosen`, by the name of the experts module."""
 
     def note(name: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
@@ -362,7 +362,7 @@ def _experts_noted(model: nn.Module, chosen: dict[str, set[int]]) -> Iterator[No
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Turn off the caller's autocast and inference mode in the `with` block. At its end, restore the random states."""
+    """Turn off the caller's autocast and inference mode in the `with` block. At the end of the block, restore the random states."""
     no_autocast = torch.autocast(device.type, enabled=False)
     with random_states_kept(device), torch.inference_mode(False), torch.enable_grad(), no_autocast:
         yield

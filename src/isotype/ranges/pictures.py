@@ -29,7 +29,7 @@ class Pictures:
         ids: int64 `[tokens]`, the images' tokens in the text, including the tokens around each image.
         kinds: bool `[tokens]`, True for tokens that represent a part of an image.
         inputs: argument name -> tensor of one row's images.
-        source: the processor or the config, as a clause.
+        source: a clause that names the processor or the config.
     """
 
     sizes: tuple[Size, ...]
@@ -49,7 +49,7 @@ class Pictures:
         return sum(value.numel() for value in self.inputs.values())
 
     def words(self) -> str:
-        """Return the pictures in words, such as `2 images of 1024x768 in each row: 1,540 tokens, by the processor`."""
+        """Describe the pictures, as in `2 images of 1024x768 in each row: 1,540 tokens, by the processor`."""
         if not self.sizes:
             return "no row has an image"
         shown = sorted({f"{width}x{height}" for width, height in self.sizes})
@@ -98,7 +98,7 @@ def _by_processor(processor: Any, sizes: Sequence[Size]) -> Pictures:
 
 
 def picture_place(processor: Any) -> str:
-    """Return the chat template's text for an image: the text that a second image adds to a chat with one image."""
+    """Return the text that the chat template writes for an image. It is the text that a second image adds to a chat with one image."""
     chats = ([{"role": "user", "content": [{"type": "image"}] * count}] for count in (1, 2))
     single, double = (str(render_chat(processor, chat, tokenize=False)) for chat in chats)
     longer = len(double) - len(single)
@@ -115,7 +115,7 @@ def picture_place(processor: Any) -> str:
 
 
 def by_config(config: Any, sizes: Sequence[Size] | None = None) -> Pictures | None:
-    """Return a row's images; None if the config lacks values. Without `sizes`: one image in the tower's only size."""
+    """Return a row's images; None if the config lacks values. Without `sizes`, a row has one image in the only size of the tower."""
     vision = getattr(config, "vision_config", None)
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     rule = _RULES.get(str(getattr(config, "model_type", "")), _fixed)
@@ -142,7 +142,7 @@ Counted = tuple[Sequence[bool], dict[str, torch.Tensor]]
 
 
 def _fixed(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted | None:
-    """Gemma 3 and PaliGemma resize each image to a square of the tower's size."""
+    """Return the images of a model such as Gemma 3 and PaliGemma, which resizes each image to a square of the tower's size."""
     tokens = getattr(config, "mm_tokens_per_image", None) or getattr(config, "image_seq_length", None)
     side = vision.image_size
     if not isinstance(tokens, int) or not isinstance(side, int):
@@ -157,7 +157,7 @@ def _llava(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _llava_next(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """LLaVA-NeXT has tokens for the whole image and for tiles without padding. A token follows each row of patches."""
+    """Return LLaVA-NeXT's images, with tokens for the whole image and for tiles without padding. A token follows each row of patches."""
     side, marks, tiles = vision.image_size, [], []
     patches = side // vision.patch_size
     for width, height in sizes:
@@ -183,7 +183,7 @@ def _wasted(size: Size, into: Size) -> tuple[float, float]:
 
 
 def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Qwen-VL resizes images within the processor's limits of pixels. Both sides are multiples of `factor`."""
+    """Return the images of Qwen-VL, which resizes images within the processor's limits of pixels. Both sides are multiples of `factor`."""
     patch, merge = vision.patch_size, vision.spatial_merge_size
     least, most = _PIXELS.get(config.model_type, _PIXELS["qwen3_vl"])
     factor, grids = patch * merge, []
@@ -206,7 +206,7 @@ def _patches(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Idefics 3 and SmolVLM cut an image into four tiles along its longer side, and add the whole image as a tile."""
+    """Return Idefics 3's and SmolVLM's images: four tiles along the longer side, and the whole image as another tile."""
     side = vision.image_size
     per_tile = (side // vision.patch_size) ** 2 // config.scale_factor**2
     marks: list[bool] = []
@@ -227,7 +227,7 @@ def _tiles(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
 
 
 def _lines(config: Any, vision: Any, sizes: Sequence[Size]) -> Counted:
-    """Pixtral and Mistral 3 shrink only images that exceed the tower's size. A token follows each row of merged patches."""
+    """Return Pixtral's and Mistral 3's images: larger ones shrink to the tower's size. A token follows each row of merged patches."""
     patch = vision.patch_size * config.spatial_merge_size
     marks: list[bool] = []
     shapes = []
@@ -249,9 +249,9 @@ _RULES: Mapping[str, Callable[[Any, Any, Sequence[Size]], Counted | None]] = {
     **dict.fromkeys(("idefics3", "smolvlm"), _tiles),
     "mistral3": _lines,
 }
-"""Model type -> rule. Other model types use `_fixed`, if their config says how many tokens an image has."""
+"""Model type -> rule. Other model types use `_fixed` if their config says how many tokens an image has."""
 _ONE_SIZE = (_fixed, _llava)
 """Rules for vision towers that take images of only one size."""
 _OLDER = (56 * 56, 28 * 28 * 1280)
 _PIXELS = {"qwen2_vl": _OLDER, "qwen2_5_vl": _OLDER, "qwen3_vl": (256 * 256, 4096 * 4096)}
-"""Model type -> (minimum, maximum) pixels of an image, from transformers' processor and Qwen3-VL's checkpoints."""
+"""Maps a model type to (minimum, maximum) pixels of an image, from transformers' processor and Qwen3-VL's checkpoints."""

@@ -1,4 +1,4 @@
-"""Records the magnitudes of a running step: a dispatch mode for operators, hooks for modules and gradients."""
+"""Records the magnitudes of a running step with a dispatch mode for operators, and hooks for modules and gradients."""
 
 import math
 from collections import Counter
@@ -78,7 +78,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def step(self, rows: int) -> Iterator[None]:
-        """Record the step in the `with` block. The batch has `rows` texts; if `rows` is 0, the batch counts as one text."""
+        """Record the step in the `with` block. The batch has `rows` texts. If `rows` is 0, the batch counts as one text."""
         self._rows, self.phase = rows, "forward"
         self._frames.clear()
         self._places.clear()
@@ -89,7 +89,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """In the `with` block, do not record operators that a backward recomputes: they were recorded in the forward."""
+        """In the `with` block, do not record operators that a backward recomputes, because they were recorded in the forward."""
         before, self._paused = self._paused, in_backward() or self._paused
         try:
             yield
@@ -99,8 +99,9 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def watch(self, model: nn.Module, names: Mapping[int, str], inside: Collection[int] = ()) -> None:
         """Add hooks to the modules of `model`. `names`: module's id -> plain name; `inside`: ids of the modules in blocks.
 
-        Outputs of embeddings outside of blocks require gradients, so that gradients reach all modules. An embedding in
-        a block may be a position table. If its output required gradients, attention might choose another kernel.
+        Outputs of embeddings outside of blocks require gradients, so that gradients are computed for all modules. An
+        embedding in a block may be a position table. If the output of a position table required gradients, attention
+        might choose another kernel.
         """
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -198,7 +199,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
     def _checked(
         self, output: torch.Tensor, operands: Sequence[Magnitude], fills: bool, func: Any
     ) -> Magnitude:
-        """Return a result's magnitude; infinity if it exceeds 1e38 and no operand has fill values."""
+        """Return the magnitude of a result. It is infinity if it exceeds 1e38 and no operand has fill values."""
         size = Magnitude.of(output)
         if size.filled and not fills:
             size = Magnitude(math.inf).remember(output)
@@ -241,7 +242,7 @@ class RangeRecorder(UncompiledMode):  # type: ignore[no-untyped-call]
         )
 
     def spread(self) -> float:
-        """Return the largest ratio of a module's output magnitudes in two texts or batches; 1 for a single text."""
+        """Return the largest ratio of the output magnitudes of a module in two texts or batches; 1 for a single text."""
         outputs = [m.outputs.values() for m in self._modules.values() if len(m.outputs) == self._texts]
         ratios = [max(values) / min(values) for values in outputs if min(values) > 0]
         return max((ratio for ratio in ratios if math.isfinite(ratio)), default=1.0)

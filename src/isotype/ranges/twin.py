@@ -1,4 +1,4 @@
-"""The measured model: a copy that shares the original model's weights, and converts a weight when it is used."""
+"""The measured model: a copy that shares the weights of the original model, and converts a weight when the weight is used."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -38,7 +38,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Twin:
-    """A model's copy for a measurement. `names`: module's id -> plain name; `blocks`: lists of names of blocks."""
+    """The copy of a model for a measurement. `names`: module's id -> plain name; `blocks`: lists of names of blocks."""
 
     model: nn.Module
     names: dict[int, str]
@@ -138,7 +138,7 @@ def _dense(layer: Any, memo: dict[int, Any]) -> nn.Module:
 
 
 def _tidy(module: nn.Module, dtype: torch.dtype) -> None:
-    """Undo what a training has set: the policy's casts, accelerate's hooks, compilation, checkpointing, caches."""
+    """Undo what a training has set: the casts of the policy, accelerate's hooks, compilation, checkpointing, caches."""
     set_boundary(module, None)
     attributes = vars(module)
     if HOOK in attributes:
@@ -181,7 +181,7 @@ def _checkpointed(
 
 
 def _keep_while_it_runs(module: nn.Module, weights: Weights, inside: bool) -> None:
-    """While a module outside of blocks runs, keep the module's weights. An embedding keeps only the looked-up rows."""
+    """While a module outside of blocks runs, keep the weights of the module. An embedding keeps only the looked-up rows."""
     looks_up = kind_of(module) == "embedding"
 
     def enter(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Weights in float32. A weight is created when it is used, and dropped after its block has run."""
+"""Weights in float32. Weights of the measured model. A weight is created when it is used, and dropped after its block has run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KNOWN = "_isotype_magnitude"
 FILL = 1e38
 """Values above 1e38 that no operator computed are fill values: infinity, or the largest float32 or bfloat16 number."""
 _SAMPLE = 1 << 15
-"""Number of sampled values. With this number, shares are accurate to a fraction of a percent."""
+"""Number of sampled values. Maximum number of sampled values. With this number, shares are accurate to a fraction of a percent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def flushed_shares(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return the share of nonzero values that float16 rounds to zero, and this share with a loss scale of 65536."""
+    """Return the share of nonzero values that float16 rounds to zero, and the same share with a loss scale of 65536."""
     values = sampled(tensor).abs()
     nonzero = int(torch.count_nonzero(values))
     if not nonzero:
@@ -114,12 +114,12 @@ class Weight:
 
 @dataclass
 class Weights:
-    """The weights of a model, created when they are used, in a measurement's dtype and on its device.
+    """The weights of a model. They are created when they are used, in the dtype and on the device of a measurement.
 
     Attributes:
-        records: whether magnitudes of weights, and of gradients of trainable weights, are recorded.
-        embedding: True while an embedding runs. `make` then returns a placeholder for a frozen weight, and only the
-            looked-up rows are read.
+        records: True to record magnitudes of weights, and magnitudes of the gradients of trainable weights.
+        embedding: True while an embedding runs. `make` then returns a placeholder for a frozen weight, and only the looked-up
+            rows are read.
     """
 
     dtype: torch.dtype
@@ -172,14 +172,14 @@ class Weights:
         return value, inverse
 
     def _note(self, weight: Weight, stored: torch.Tensor, value: torch.Tensor) -> None:
-        """Record the magnitudes of a weight when it is first used. `value` is some rows of `stored`, the whole weight."""
+        """Record the magnitudes of a weight when it is first used. `value` contains some rows of `stored`, which is the whole weight."""
         if self.records:
             if weight.key not in self._sizes:
                 self._sizes[weight.key] = (Magnitude.of(stored).value, median(stored))
             Magnitude(self._sizes[weight.key][0]).remember(value)
 
     def stand_in(self, weight: Weight) -> torch.Tensor:
-        """Return a placeholder in the weight's shape that takes no memory."""
+        """Return a placeholder that has the shape of the weight and takes no memory."""
         with without_dispatch():
             return torch.zeros((), dtype=self.dtype, device=self.device).expand(weight.shape)
 
@@ -233,7 +233,7 @@ class OnDemand(dict[str, Any]):
 
 
 def with_values(operator: str, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Any]:
-    """Return an operator's arguments with values instead of placeholder weights; for an embedding, only the used rows."""
+    """Return the arguments of an operator with values instead of placeholder weights. For an embedding, return only the used rows."""
 
     def restored(value: Any) -> Any:
         later = getattr(value, _LATER, None)

@@ -47,7 +47,7 @@ ActionKind = Literal[
 
 Scope = Literal["model", "setting", "line", "library", "advice"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-"""Parts that a fix can change, in order of preference. `repair` changes the model; the caller changes the rest."""
+"""Parts that a fix can change, in order of preference. `repair` changes the model, and the caller changes the rest."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Action:
 
 @cache
 def in_library(source: str) -> bool:
-    """Return True if `file:line` is in an installed package or the standard library, where an update undoes edits."""
+    """Return True if `file:line` is in an installed package or the standard library, because an update would undo edits there."""
     path = Path(source.rpartition(":")[0])
     installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return installed or path.is_relative_to(sysconfig.get_path("stdlib"))
@@ -85,11 +85,11 @@ def in_library(source: str) -> bool:
 
 @dataclass(frozen=True)
 class RangeBoundaries:
-    """A policy's decisions that depend on measured value ranges; the value of a `ranges` action.
+    """The decisions of a policy that depend on measured value ranges. They are the value of a `ranges` action.
 
     Attributes:
         compute: name of the matmuls' dtype.
-        wide_residual: whether the residual stream is in float32.
+        wide_residual: True if the residual stream is in float32.
         exceptions: (`module`, `how`, `exponent`) of each `isotype.precision.policy.ModuleException`.
     """
 
@@ -114,9 +114,9 @@ class Fix:
     Attributes:
         description: the change as an instruction ("return each norm's output in bfloat16").
         safety: `"safe"` if the fix keeps the meaning of the model and all digits of its weights; else `"unsafe"`.
-        verified: whether the whole step was traced with the fix, without the finding and without new findings.
-        actions: the changes; empty if no actions can express the fix.
-        outcome: result of a trace with the fix, in words; "" before that trace.
+        verified: True if the whole step was traced with the fix, without the finding and without new findings.
+        actions: the changes of the fix; empty if no actions can express the fix.
+        outcome: a description of the result of a trace with the fix; "" before this trace.
         command: a command that applies the fix, as a program and its arguments; empty if there is none.
     """
 
@@ -139,7 +139,7 @@ class Fix:
 
     @property
     def scope(self) -> Scope:
-        """The scope of the action whose scope comes last in `SCOPES`; `advice` without actions."""
+        """The last scope of the fix's actions, in the order of `SCOPES`; `advice` without actions."""
         return max((action.scope for action in self.actions), key=SCOPES.index, default="advice")
 
 
@@ -151,14 +151,14 @@ def marked(fix: Fix) -> str:
 def by_preference(fixes: Iterable[Fix], *, unsafe: bool = False, command: bool = False) -> tuple[Fix, ...]:
     """Return fixes in order of preference. Fixes of equal rank keep the rule's order.
 
-    First come fixes of the model, then of settings, of the user's code, and of library code. Inside each of these groups,
-    safe fixes come first. Unless `unsafe` is set, unsafe fixes come after the safe fixes of all groups. Fixes of library
-    code always come last.
+    Fixes of the model come first, and then fixes of settings, of the user's code, and of library code. Inside each of
+    these groups, safe fixes come first. Unless `unsafe` is set, unsafe fixes come after the safe fixes of all groups.
+    Fixes of library code always come last.
 
     Args:
         fixes: fixes of one finding.
         unsafe: whether unsafe fixes are requested.
-        command: True if the fixes are for an isotype command, for which fixes of settings come first.
+        command: True if the fixes are for an isotype command. Fixes of settings then come first.
     """
     scopes: Sequence[Scope] = ("setting", *(s for s in SCOPES if s != "setting")) if command else SCOPES
 
@@ -192,16 +192,16 @@ class Finding:
     """A fact that a rule finds in a trace. All operators with the same cause share a finding.
 
     Attributes:
-        severity: `"error"` crashes or corrupts; `"warning"` silently costs speed, memory or precision; `"note"` does
-            neither.
+        severity: `"error"` crashes or corrupts the training. `"warning"` silently costs speed, memory or precision. `"note"`
+            does neither.
         message: the fact in one line.
         module: fully qualified name of the first module with the finding.
         op: the operator; "" if there is none.
         source: `file:line` of the code that called the operator.
-        cause: how the finding's dtype was introduced, and by which module or source line.
+        cause: a description of how the finding's dtype was introduced, and by which module or source line.
         evidence: the dtype's path from its cause to the operator, one line per step.
         notes: further facts, such as the number of places or an assumption.
-        fixes: fixes in order of preference, see `by_preference`.
+        fixes: fixes in order of preference (see `by_preference`).
         operands: operands of the operator, which the terminal shows.
         cost: cost of a silent finding; None for other findings.
         places: all modules with the finding.

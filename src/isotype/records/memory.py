@@ -11,7 +11,7 @@ Phase = Literal["load", "forward", "backward", "unscale", "optimizer", "evaluate
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 BETWEEN_STEPS: tuple[Phase, ...] = ("evaluate", "rollout")
-"""Phases without gradients between steps (`StepRequest.evaluation`). A trace has their memory, but not their calls."""
+"""Phases without gradients between steps (`StepRequest.evaluation`). A trace contains the memory of these phases, but not their calls."""
 
 MemoryKind = Literal[
     "weights",
@@ -30,7 +30,7 @@ MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Bytes of live tensors at one moment, by kind."""
+    """Bytes of the tensors in memory at one moment, by kind."""
 
     phase: Phase
     kinds: Mapping[MemoryKind, int]
@@ -43,13 +43,12 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of live tensors at the peak of each phase.
+    """Bytes of the tensors in memory at the peak of each phase.
 
     Attributes:
-        phases: phase -> kind -> bytes at that phase's peak.
+        phases: phase -> kind -> bytes at the peak of the phase.
         timeline: for each of at most about 500 intervals of the step, the moment with the most bytes.
-        saved: phase -> bytes of activations that layers (`model.layers.0`) saved for the backward, up to that phase's
-            peak.
+        saved: phase -> bytes of activations that layers (`model.layers.0`) saved for the backward, up to that phase's peak.
         layers: number of layers whose forward saved activations.
     """
 
@@ -74,7 +73,7 @@ class Products:
     """The matmul-like operators of one dtype.
 
     Attributes:
-        flops: FLOPs of a step; attention counts half, as with a causal mask.
+        flops: FLOPs of a step. Attention counts half, as with a causal mask.
         flops_per_second: the device's dense peak rate.
         emulated_in: the dtype in which the device computes if it has no hardware for the operands' dtype; else None.
             `flops_per_second` is the rate of `emulated_in`.
@@ -92,17 +91,17 @@ class Products:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The minimum time of one step. A product is a matmul-like operator.
+    """The minimum time of one step. Here, a product is a matmul-like operator.
 
     Attributes:
-        seconds: minimum seconds of the products. A product takes as long as its compute or its memory traffic,
-            whichever is longer. Kernel fusion does not shorten products.
-        traced_seconds: minimum seconds of all traced operators. If the device has rates of whole steps
-            (`DeviceProfile.steps`), kernel fusion and launches are included.
+        seconds: minimum seconds of the products. A product takes as long as its compute or its memory traffic, whichever is
+            longer. Kernel fusion does not shorten products.
+        traced_seconds: minimum seconds of all traced operators. If the device has rates of whole steps (`DeviceProfile.steps`),
+            kernel fusion and launches are included.
         products: dtype -> products.
         bytes: bytes that all operators read and write.
         bytes_per_second: the device's memory bandwidth.
-        launches: number of operators on the device; each launches at least one kernel.
+        launches: number of operators on the device. Each operator launches at least one kernel.
         tokens: tokens of the step's batch on one device; None if the batch has no tokens.
         host_seconds: seconds that the host needs for the kernel launches; 0 if unknown.
     """
@@ -140,5 +139,5 @@ class StepTime:
 
     @property
     def launch_seconds(self) -> float:
-        """Mean seconds of a kernel on the device. The device waits if the host takes longer to launch a kernel."""
+        """Mean seconds of a kernel on the device. The device has to wait if the host takes longer to launch a kernel."""
         return self.traced_seconds / self.launches

@@ -56,16 +56,16 @@ class NonFinite:
 
     Attributes:
         op: name of the operator, such as `aten.mm.default`.
-        module: fully qualified name of the innermost module that called the operator ("" is the model itself or the
-            loss). A backward operator has the module of its forward operator.
+        module: fully qualified name of the innermost module that called the operator ("" is the model itself or the loss). A
+            backward operator has the module of its forward operator.
         phase: `forward`, `backward`, or `unscale`, which computes the gradient norm.
         source: `file:line` of the call; "" if unknown.
         operands: float operands before the operator ran.
         culprit: the operand that was not finite before the operator ran; None if all operands were finite.
-        exact: largest magnitude of the result in a wider dtype (float32 for 16 bits, else float64). None if that result
-            is also not finite, or if the operator does not support the wider dtype.
+        exact: largest magnitude of the result in a wider dtype (float32 for 16 bits, else float64). None if that result is also
+            not finite, or if the operator does not support the wider dtype.
         entries: operand values of an element-wise operator at the first non-finite element; empty for other operators.
-        rows: indices of the batch's rows with a non-finite result; empty if the result has no such rows.
+        rows: indices of the batch's rows that have a non-finite result; empty if the result has no such rows.
         batch: number of rows in the batch; 0 if unknown.
         scale: loss scale of the backward; None if there is none.
     """

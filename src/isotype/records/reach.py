@@ -1,4 +1,4 @@
-"""Frozen data about a step: which inputs and weights change which predictions and gradients."""
+"""Frozen data about a step that says which inputs and weights change which predictions and gradients."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ Source = Literal[
 """Kinds of inputs on which a prediction must not depend."""
 
 Unused = Literal["input", "picture", "adapter", "weight", "ungraded", "count"]
-"""Kinds of inputs and parameters that should change predictions but do not. `ungraded` parameters get no gradient."""
+"""Kinds of inputs and parameters that should change predictions but do not. Parameters of the kind `ungraded` get no gradient."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Leak:
         of: number of compared predictions.
         largest: the largest change of a logit, relative to the largest logit.
         module, kind: name and class of the first module with unchanged inputs but changed outputs; "" if there is none.
-        without: an input of the model without which the leak disappears; "" if there is none.
+        without: an input of the model; without this input, the leak disappears. "" if there is none.
     """
 
     source: Source
@@ -54,7 +54,7 @@ class NoReach:
 
     Attributes:
         name: name of the input or of the parameters (with `*` for layer numbers).
-        why: the reason in words; "" if unknown.
+        why: the reason; "" if unknown.
     """
 
     kind: Unused
@@ -68,9 +68,8 @@ class Labels:
 
     Attributes:
         learned: number of predictions on which the loss depends.
-        shift: number of tokens from a prediction to its label (1 in a causal model); None if labels do not repeat the
-            inputs.
-        at_padding: number of labels at tokens that the attention mask leaves out.
+        shift: number of tokens from a prediction to its label (1 in a causal model); None if labels do not repeat the inputs.
+        at_padding: number of labels at tokens that the attention mask hides.
         at_pictures: number of labels of image tokens.
     """
 
@@ -104,7 +103,7 @@ class Collective:
     """A communication call in which all processes of a sharded training take part.
 
     Attributes:
-        move: `gathers` if the call gathers weights, `reduces` if it reduces gradients.
+        move: `gathers` if the call gathers weights, and `reduces` if it reduces gradients.
         module: the sharded module that has the weights; "" in the backward.
         elements: number of elements of the whole tensor.
     """
@@ -115,7 +114,7 @@ class Collective:
 
     @property
     def signature(self) -> tuple[str, int]:
-        """Kind and size of the communication, which must be equal in all processes."""
+        """Kind and size of the communication. They must be equal in all processes."""
         return self.move, self.elements
 
     def __str__(self) -> str:
@@ -140,7 +139,7 @@ class CollectiveMismatch:
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
-    """A trainable parameter that the forward uses and that gets no gradient.
+    """A trainable parameter that the forward uses, but that gets no gradient.
 
     Attributes:
         weight: name of the parameter.
@@ -149,7 +148,7 @@ class Unreached:
         behind: modules that ran with gradients enabled before the first use of the parameter, in order.
         ignored: True if the parameter was used with gradients enabled, but the loss does not depend on the result.
         cut: `file:line` that drops the graph of a result (`detach()`, `.data`, `item()`); "" if there is none.
-        cleared: whether code removed the computed gradient before the optimizer's step.
+        cleared: True if code removed the computed gradient before the optimizer's step.
         frozen: `file:line` that freezes the parameter between its forward and the backward; "" if there is none.
     """
 
@@ -169,14 +168,14 @@ class Reach:
     """The inputs and weights on which predictions and gradients depend, measured on one batch.
 
     Attributes:
-        copy: the measured copy of the model, in words.
+        copy: a description of the measured copy of the model.
         rows, tokens: shape of the measured batch.
         labels: the labels in the loss; None if the model returns no logits.
         leaks: predictions that change with inputs that they must not depend on.
         unused: inputs and parameters that change no prediction.
         undecided: reasons why dependences were not measured.
         matrix: the tokens that some predictions of one row depend on; None if not measured.
-        skipped: modules with weights that run for some processes' batches, but not for all.
+        skipped: modules with weights that run for the batches of some processes, but not of all processes.
         mismatch: the first place where processes call different collectives of FSDP; None if there is none or it was not
             measured.
         ungraded: trainable parameters that get no gradient from the loss of at least one batch.
@@ -199,5 +198,5 @@ class Reach:
 
     @property
     def measured(self) -> str:
-        """The measurement in words: its precision, the copy of the model, and the size of the batch."""
+        """A description of the measurement: its precision, the copy of the model, and the size of the batch."""
         return f"measured in float64 on {self.copy}, with {plural(self.rows, 'row')} of {plural(self.tokens, 'token')}"

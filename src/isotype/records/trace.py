@@ -23,7 +23,7 @@ CASTS = frozenset({"aten._to_copy.default", "aten.copy_.default", "prims.convert
 CAST_FUNCTIONS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type", "type_as", "copy_", "_to_copy"}
 )
-"""Python names of `.to(dtype)` and similar calls. A cast in any other Python function is due to autocast."""
+"""Python names of `.to(dtype)` and similar calls. A cast in any other Python function comes from autocast."""
 
 OriginKind = Literal[
     "parameter",  # `name` is its fully qualified name
@@ -73,10 +73,10 @@ class Origin:
 
     Attributes:
         kind: kind of the value or operator that set the dtype.
-        name: name of the parameter, buffer or argument; else the operator.
+        name: name of the parameter, buffer or argument, or else of the operator.
         module: fully qualified name of the module that set the dtype ("" is the model itself).
         source: `file:line` of the code; "" if there is none.
-        before: origin of a cast's operand; for a promotion or conversion, origin of the operand that had `dtype`.
+        before: origin of the operand of a cast. For a promotion or conversion, origin of the operand that had `dtype`.
         like: origin of the tensor whose dtype the code copies (`x` in `y.to(x.dtype)`); None if the code names the dtype.
     """
 
@@ -125,12 +125,13 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """An operator's requirement on operands (contract) that a call broke.
+    """A requirement (contract) of an operator on its operands that a call broke.
 
     Attributes:
         message: the error message that the device prints.
-        assumed: whether the dtypes that the device accepts were assumed, not measured.
-        converted: the dtype to which the recorder converted the operands to continue the trace; None if it did not.
+        assumed: True if the dtypes that the device accepts were assumed, and not measured.
+        converted: the dtype to which the recorder converted the operands to continue the trace; None if it did not convert
+            them.
         consequence: True for a backward call whose forward call already broke a contract.
     """
 
@@ -145,22 +146,21 @@ class Call:
     """An operator call of the step.
 
     Attributes:
-        op: `aten.mm.default`, or `GradScaler.unscale_` and similar calls that are no torch operators.
-        module: fully qualified name of the module that runs the call. A backward call has the module of its forward
-            call.
+        op: `aten.mm.default`, or the name of a call that is not a torch operator, such as `GradScaler.unscale_`.
+        module: fully qualified name of the module that runs the call. A backward call has the module of its forward call.
         source: `file:line` in the model's (or the user's) code.
         operands: tensor arguments of all dtypes, before any conversion.
         results: (dtype, shape) of each returned tensor.
         flops: FLOPs of a matmul-like operator, two per multiply-add; 0 for other operators.
         repeats: number of calls in the real step (more than 1 inside a folded layer).
-        recomputed: whether gradient checkpointing runs this forward call again in the backward.
-        off: error in radians of a sine's or cosine's argument after rounding to 16 bits; 0 if unknown.
+        recomputed: True if gradient checkpointing runs this forward call again in the backward.
+        off: error, in radians, of the argument of a sine or cosine after rounding to 16 bits; 0 if unknown.
         rounded_at: `file:line` where the argument of a sine or cosine was rounded, or the name of a 16-bit input.
         emptied: number of rows whose finite values all became minus infinity in a cast; 0 if values are unknown.
         numbers: names and values of Python float arguments: `(("min", 1e-12),)`.
         outside: (an index that is out of range, the size of the indexed table); None if there is none.
-        undefined: number of results that are NaN whatever the weights are: fully masked rows of a softmax, or a mean over
-            zero labels. -1 stands for a sum over zero labels, whose result is 0.
+        undefined: number of results that are NaN for all values of the weights: fully masked rows of a softmax, or a mean over
+            zero labels. -1 means a sum over zero labels, whose result is 0.
         by_script: True if a traced script, not a library, made this call (such as clipping) after the backward.
         by_default: True if the call creates a tensor without a dtype argument, in torch's default dtype.
         cuts: True if an operand requires a gradient, but the operator has no backward (repacked 4-bit weights).
@@ -208,7 +208,7 @@ class Call:
 
     @property
     def refusal(self) -> str:
-        """The error message of the device; "" if the operands keep the operator's contract."""
+        """The error message of the device; "" if the operands satisfy the contract of the operator."""
         return "" if self.breach is None else self.breach.message
 
     @property
@@ -226,14 +226,14 @@ class Quantization:
         format: `nf4`, `fp4`, `int8`, or the method's name.
         compute: the layer's compute dtype; None if unset.
         state: dtype to which the quantization state dequantizes; None if the state is missing.
-        present: whether the layer still has a quantization state.
+        present: True if the layer still has a quantization state.
         absmax: dtype of the scales.
         packed: current dtype of the packed bytes.
         storage: dtype of the packed bytes when they were packed.
         repacking: the error when an evaluation on a CPU repacks 4-bit weights; "" if repacking works; None if nothing is
             repacked.
-        repacked: whether bitsandbytes has repacked the weight for this CPU. The new layout has no backward.
-        bounded: whether isotype.model.boundary wraps the layer. A copy of an int8 weight then keeps its scales.
+        repacked: True if bitsandbytes has repacked the weight for this CPU. The new layout has no backward.
+        bounded: True if isotype.model.boundary wraps the layer. A copy of an int8 weight then keeps its scales.
     """
 
     format: str
@@ -255,21 +255,21 @@ class Weight:
     Attributes:
         name: fully qualified name, without the parts that wrappers add.
         shape: stored shape (packed, for 4-bit weights).
-        adapter: whether the parameter belongs to a PEFT adapter or to a trained copy of a module.
+        adapter: True if the parameter belongs to a PEFT adapter or to a trained copy of a module.
         kind: kind of the module, see `isotype.model.walk.Place.kind`.
-        pinned: whether the model's author keeps the parameter in float32.
+        pinned: True if the author of the model keeps the parameter in float32.
         quantization: quantization state of the layer; None if the weight is not quantized.
         tied: other names of the same tensor.
-        repeats: number of equal weights in equal layers that this weight stands for, if equal layers are traced once.
+        repeats: number of equal weights in equal layers that this weight represents, if equal layers are traced once.
         largest: largest absolute value; None if values are unknown.
         median_magnitude: median absolute value of the nonzero values; None if values are unknown.
         exact_in: a 16-bit dtype that represents every value of a float32 weight exactly; None if none is known.
         unit: the module with which FSDP2 gathers the weight ("" for the model); None if the weight is not sharded.
         gathered: the dtype in which FSDP2 gathers the weight for a forward; None if FSDP2 casts no weights.
-        was: the weight's dtype before the step's code cast it; None if the code does not cast it.
+        was: the dtype that the weight had before the step's code cast it; None if the code does not cast it.
         reader: class of another module whose code reads the weight without calling the weight's layer; else "".
-        set_on: name and value of an attribute that code set without effect, such as (`encoder.requires_grad`, False);
-            else None.
+        set_on: name and value of an attribute that code set without effect, such as (`encoder.requires_grad`, False); else
+            None.
         set_at: how a script's line set the dtype: `cast at train.py:12`; "" if unknown.
         codes_set_at: how a script's line replaced packed codes without their quantization state; "" if none is known.
         emptied_at: the script's line that called `to_empty`, if nothing has set the values since; else "".
@@ -309,7 +309,7 @@ class Weight:
 
     @property
     def by_line(self) -> str:
-        """`set_at` after a comma; "" if it is unknown."""
+        """`set_at` after a comma; "" if `set_at` is unknown."""
         return self.set_at and f", {self.set_at}"
 
     @property
@@ -325,10 +325,10 @@ class Failure:
     Attributes:
         phase, module, source: place of the error.
         error: class name and message of the error.
-        dtype_related: whether operands of different dtypes were involved.
+        dtype_related: True if operands of different dtypes were involved.
         operands: float tensors in the local variables of the code that raised the error, by name.
-        recomputed: whether gradient checkpointing was recomputing the forward.
-        condition: the code of the condition that failed (of an `assert`, or above a `raise`); else "".
+        recomputed: True if the error was raised while gradient checkpointing recomputed the forward.
+        condition: the code of the condition that failed, in an `assert` or above a `raise`; else "".
     """
 
     phase: Phase
@@ -347,7 +347,7 @@ NO_GRADIENT = "element 0 of tensors does not require grad and does not have a gr
 NOT_SCALAR = "grad can be implicitly created only for scalar outputs"
 NOTHING_UNSCALED = "No inf checks were recorded for this optimizer."
 GRADIENT_ERRORS = (NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED)
-"""Error messages of the calls in `GRADIENTLESS`: there are no gradients, or the loss is no scalar."""
+"""Error messages of the calls in `GRADIENTLESS`: there are no gradients, or the loss is not a scalar."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,39 +359,39 @@ class Trace:
         modules: fully qualified name -> class name.
         failure: the error that ended the trace early; None if the step was traced to its end.
         notes: other facts, such as the effect of a setting.
-        untraced: part of the step that was not traced -> reason, or "". No finding covers these parts.
+        untraced: part of the step that was not traced -> reason, or "". Findings do not cover these parts.
         left: sentences about state that the trace could not restore.
         model: name or class of the model.
         input_dtypes: dtypes of the step's float inputs by name.
-        by_ranges: modules whose values do not fit into float16: name in the base model -> exponent. The input is
-            multiplied by 2^-exponent, and the output by 2^exponent; 0 stands for computing in float32.
+        by_ranges: modules whose values do not fit into float16: name in the base model -> exponent. The input is multiplied by
+            2^-exponent, and the output by 2^exponent. 0 means computing in float32.
         reached: number of trainable parameters with a gradient; None if no backward finished.
-        unreached: trainable parameters that the forward uses and that get no gradient.
-        partial: whether the traced loss uses only one of several outputs, because the model returns no loss.
+        unreached: trainable parameters that the forward uses, but that get no gradient.
+        partial: True if the traced loss uses only one of several outputs, because the model returns no loss.
         without_effect: inputs that no chain of operators connects to the loss.
         reach: dependence of predictions on inputs; None if not measured.
-        stale_casts: whether a forward used old casts of weights: autocast cached them before an optimizer step.
-        repeated: the lines of two optimizer steps with the same gradients and no backward between them; else None.
-        scaled: whether the optimizer used gradients that were still multiplied by a loss scale.
-        unscaled: whether a GradScaler divided gradients by the loss scale although the loss was not multiplied by it.
+        stale_casts: True if a forward used old casts of weights, because autocast cached them before an optimizer step.
+        repeated: the lines of two optimizer steps that use the same gradients, without a backward between them; else None.
+        scaled: True if the optimizer used gradients that were still multiplied by a loss scale.
+        unscaled: True if a GradScaler divided gradients by the loss scale, although the loss was not multiplied by it.
         unequal: (reason, line) if processes make different updates; else ("", ""). The reason is "no_sync" (DDP has not
             averaged the gradients) or "scaler" (each process has a GradScaler that decides alone).
-        unmoved: 16-bit parameters that have a gradient, but were not changed by the optimizer's step.
+        unmoved: 16-bit parameters that have a gradient, but did not change in the optimizer's step.
         spoiled: 16-bit parameters that became NaN or infinite in the optimizer's step.
         state_casts: (state, dtype before, after, number of parameters, line) for casts by an optimizer's `load_state_dict`.
         compensated: whether an optimizer keeps the digits that rounding to 16 bits takes from its updates.
         lost_terms: terms of the loss without a graph, as (line that drops the graph, line that adds the term).
-        unheld: trainable parameters with a gradient that are in no optimizer of the step.
-        orphans: number of optimizer parameters that have no gradient and belong to no traced module. In a check, it is 0
-            if an optimizer has any parameter of the model.
-        idle_step: (number of parameters, line) of an optimizer step without the gradients that these parameters had in
-            an earlier step; None if there is no such step.
+        unheld: trainable parameters that have a gradient, but are in no optimizer of the step.
+        orphans: number of optimizer parameters that have no gradient and belong to no traced module. In a check, it is 0 if an
+            optimizer has any parameter of the model.
+        idle_step: (number of parameters, line) of an optimizer step without the gradients that these parameters had in an
+            earlier step; None if there is no such step.
         unmatched: names in PEFT's `target_modules` and `modules_to_save` that match no module.
-        reasons: dtype -> why weights have it, if code outside of the model chose it.
-        misspelt: (config, misspelt argument, intended argument, line) for each call in the script's code that gives a
-            config an argument without effect.
+        reasons: dtype -> the reason why weights have it, if code outside of the model chose it.
+        misspelt: (config, misspelt argument, intended argument, line) for each call in the script that passes an argument
+            without effect to a config.
         idle_checkpoints: trained modules whose gradient checkpointing has no effect, because they are in eval mode.
-        no_autocast: why this step needs autocast, which is off; "" if it needs none.
+        no_autocast: the reason why this step needs autocast, although autocast is off; "" if it needs none.
     """
 
     setup: Setup

@@ -25,7 +25,7 @@ from isotype.report.text import fitting, pair_table, table_of
 
 
 def speeds(report: DoctorReport) -> dict[torch.dtype, float]:
-    """Return the FLOP/s of each compute dtype, measured on a device of this machine, else from the device's data sheet."""
+    """Return the FLOP/s of each compute dtype, either measured on a device of this machine or taken from the device's data sheet."""
     if not report.profile.present:
         return {dtype: rate for dtype, rate in report.profile.peak_flops.items() if dtype in COMPUTE_DTYPES}
     measured = {dtype: rate.flops_per_second for dtype, rate in report.rates.items()}
@@ -52,7 +52,7 @@ def auto_dtype(profile: DeviceProfile) -> str:
     native = [dtype_name(dtype) for dtype in COMPUTE_DTYPES if dtype in profile.native]
     best = dtype_name(profile.best_dtype())
     if native == [best]:
-        return f"{best}, the only dtype that is native"
+        return f"{best}, the only native dtype"
     scaling = "; float16 trains with loss scaling" if "float16" in native else ""
     return f"the checkpoint's dtype if it runs natively ({', '.join(native)}), else {best}{scaling}"
 
@@ -67,7 +67,7 @@ def contradiction(report: DoctorReport) -> str | None:
     if slowdown < 3:
         return None
     name, other = dtype_name(best), dtype_name(fastest)
-    return f"{name} counts as native, but {other} ran {slowdown:.1f}x faster: consider --dtype {other}"
+    return f"{name} counts as native, but {other} was {slowdown:.1f}x faster: consider --dtype {other}"
 
 
 def _unsteady(report: DoctorReport) -> str | None:
@@ -84,7 +84,7 @@ def by_change(incompatibilities: Iterable[Incompatibility]) -> dict[str, list[In
 
 
 def verdict(report: DoctorReport) -> str:
-    """Return a sentence on whether the device can train LoRA and QLoRA, or on the necessary changes."""
+    """Return a sentence that says whether the device can train LoRA and QLoRA, or which changes are necessary."""
     title, dtype = report.profile.title, dtype_name(report.profile.best_dtype())
     if report.torch_failure is not None:
         return f"Not ready: torch cannot multiply float32 matrices on {title}: {report.torch_failure}"
@@ -96,7 +96,7 @@ def verdict(report: DoctorReport) -> str:
         return f"Ready to check set-ups for {title}; training needs {', '.join(needed)}"
     status = report.bitsandbytes
     if not report.profile.present:
-        return f"{title} runs {dtype} natively; this machine has no such device, so nothing was tried"
+        return f"{title} runs {dtype} natively; this machine has no such device, so isotype ran no test"
     if status.works:
         return f"Ready for {dtype} LoRA and QLoRA on {title}"
     return f"Ready for {dtype} LoRA on {title}, but not for QLoRA (bitsandbytes: {status.message})"
@@ -105,7 +105,8 @@ def verdict(report: DoctorReport) -> str:
 def kernel_rows(profile: DeviceProfile) -> list[tuple[str, str]]:
     """Return (operation, kernel) for each operation between matmuls, or an empty list for a CPU.
 
-    On a GPU of this machine, the kernels were tried in its best dtype. For other GPUs, they are only expected.
+    For a GPU of this machine, the kernels were tried in the GPU's best dtype. For other GPUs, the returned kernels
+    are expected, but were not tried.
     """
     if device_type(profile.kind) not in kernels.DEVICES:
         return []

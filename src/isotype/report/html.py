@@ -1,6 +1,6 @@
 """Renders HTML reports from Jinja2 templates, and computes ticks, bars and areas of the charts.
 
-Every text on a page is escaped, except the style sheets and scripts of this package, which templates mark as `safe`.
+All texts on a page are escaped, except the style sheets and scripts of this package, which templates mark as `safe`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def dtype_class(name: str) -> str:
 
 
 def palette_css() -> str:
-    """Return the CSS rules that set the variable `--dtype` to each dtype's colour, on light and dark pages."""
+    """Return the CSS rules that set the variable `--dtype` to the colour of each dtype, on light and dark pages."""
     swatches = {**PALETTE, "other": OTHER}
     light = "".join(f".dtype-{name}{{--dtype:{swatch.light}}}" for name, swatch in swatches.items())
     dark = "".join(f".dtype-{name}{{--dtype:{swatch.dark}}}" for name, swatch in swatches.items())
@@ -87,12 +87,12 @@ def environment() -> Environment:
 
 
 def _replace_forbidden(value: Any) -> Any:
-    """Replace each character of a text that XML forbids with U+FFFD. A `Markup` never contains one."""
+    """Replace each character of a text that XML forbids with U+FFFD. A `Markup` contains no such characters."""
     return _NOT_XML.sub("\ufffd", value) if type(value) is str else value
 
 
 def _digest(text: str) -> str:
-    """Return the hash with which a content security policy allows this style sheet or script."""
+    """Return the hash that allows this style sheet or script in a content security policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
@@ -102,8 +102,8 @@ def write_report(path: Path, text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, text)
     except OSError as error:
-        what, fix = f"{path}: {error.strerror or error}", "free this path or name another path"
-        expected = "a path that can be written to, with room for the report"
+        what, fix = f"{path}: {error.strerror or error}", "delete the file at this path, or use another path"
+        expected = "a writable path, with enough space for the report"
         raise SaveError.of("the report could not be written", what, expected, fix) from error
 
 
@@ -127,7 +127,8 @@ def format_number(value: float, digits: int = 4) -> str:
 
 
 def axis(high: float, target: int = 5, unit: str = "") -> list[tuple[float, str]]:
-    """Return (place, label) for each tick of an axis from 0 to `high`. A place is a fraction of the axis.
+    """Return (place, label) for each tick of an axis from 0 to `high`. The place is a fraction of the length of the
+    axis.
 
     The interval between ticks is 1, 2 or 5 times a power of ten. The axis has at most `target` intervals.
     """
@@ -141,7 +142,7 @@ def axis(high: float, target: int = 5, unit: str = "") -> list[tuple[float, str]
 def stacked(
     amounts: Iterable[tuple[str, float]], words: Callable[[Any], str], whole: float
 ) -> list[tuple[str, str, float, float]]:
-    """Return (name, amount as text, left end, width) for each part of a bar. End and width are fractions of `whole`."""
+    """Return (name, amount as text, left end, width) for each part of a bar. Left end and width are fractions of `whole`."""
     parts, left = [], 0.0
     for name, amount in amounts:
         if amount > 0:
@@ -158,7 +159,7 @@ def percent(share: float) -> str:
 def stacked_areas(areas: Sequence[tuple[str, Sequence[float]]], high: float) -> list[tuple[str, str]]:
     """Return (name, SVG path) for stacked areas in a square of 1000 units.
 
-    Each area has an amount (at least 0) at each point. `high` is the amount at the top of the square.
+    Each area has an amount (at least 0) at each point. The value `high` is at the top of the square.
     """
     count = len(areas[0][1])
     floor, paths = [0.0] * count, []
@@ -172,5 +173,5 @@ def stacked_areas(areas: Sequence[tuple[str, Sequence[float]]], high: float) -> 
 
 
 def _stairs(values: Sequence[float]) -> list[tuple[int, float]]:
-    """Return the corners of a curve in which each value is constant until the next point."""
+    """Return the corners of a curve that stays at each value until the next point."""
     return [corner for i, value in enumerate(values) for corner in ((i, value), (i + 1, value))]

@@ -36,7 +36,7 @@ _PLAN_KEYS = {
 }
 """The keys of a load plan in JSON (see `isotype.core.json_records.Names`)."""
 _DROPPED = ("shape", "bytes", "share", "count")
-"""Columns of a table of tensors that a narrow console omits, in this order."""
+"""Columns that a table of tensors omits on a narrow console, in this order."""
 
 
 def render_inspection(inspection: Inspection, console: Console) -> None:
@@ -73,11 +73,11 @@ def render_fit(fit: Fit, console: Console) -> None:
     for note in fit.notes:
         say(console, f"note: {note}", "yellow")
     if fit.ok:
-        say(console, f"{fit.consumer} applies every tensor as it was trained.", "green")
+        say(console, f"{fit.consumer} applies every tensor with its trained values.", "green")
 
 
 def mismatch_lines(inspection: Inspection) -> list[str]:
-    """Return a line for each minority dtype of a group, each group in an unusual dtype, and each note."""
+    """Return a line for each tensor dtype that is a minority in its group, for each group in an unusual dtype, and for each note."""
     lines = [
         f"mismatched: {listed([tensor.name for tensor in tensors], _NAMES_SHOWN)} {'is' if len(tensors) == 1 else 'are'} {dtype}, "
         f"the other {group.count - len(group.mismatched)} {group.dtype}"
@@ -121,7 +121,7 @@ def _total_table(inspection: Inspection) -> Table:
 
 
 def shapes_of(group: Group | PlanGroup) -> str:
-    """Format the first shape in a group of tensors, and the number of the group's other shapes."""
+    """Format the first shape of a group of tensors, and the number of other shapes in the group."""
     first = " × ".join(map(str, group.shapes[0])) or "scalar"
     others = len(group.shapes) - 1
     return f"{first} (+{plural(others, 'other')})" if others else first
@@ -152,7 +152,7 @@ def render_plan(inspection: PlanInspection, console: Console) -> None:
 def plan_lines(inspection: PlanInspection) -> list[str]:
     """Return a line about each exception, such as tied or missing tensors, and the policy's warnings."""
     plan = inspection.plan
-    lines = ["renamed: the files have other names for all tensors"] if _all_renamed(inspection) else []
+    lines = ["renamed: the files use other names for all tensors"] if _all_renamed(inspection) else []
     lines += [f"tied: {name} is {other}" for name, other in plan.match.tied.items()]
     for reason, names in grouped(plan.match.initialised, plan.match.initialised.__getitem__).items():
         lines.append(f"initialised: {listed(names)}: {reason}")
@@ -162,14 +162,16 @@ def plan_lines(inspection: PlanInspection) -> list[str]:
         lines.append(f"surplus: {listed(surplus)} ({count}): not in the model")
     computed = list(dict.fromkeys(starred(name) for name in plan.match.buffers))
     if computed:
-        lines.append(f"computed: {listed(computed)}: not in the files; the model computes these buffers")
+        lines.append(
+            f"computed: {listed(computed)}: not in the files, because the model computes these buffers"
+        )
     lines += [f"stored otherwise: {line}" for line in inspection.policy.layer_lines()]
     lines += storage_lines(inspection)
     return [*lines, *(f"warning: {warning}" for warning in inspection.policy.warnings)]
 
 
 def storage_lines(inspection: PlanInspection) -> list[str]:
-    """Return lines about 3-D weights that are not quantized and about mxfp4 weights that are dequantized."""
+    """Return lines about 3-D weights that are not quantized, and about mxfp4 weights that are dequantized."""
     lines = []
     policy, tensors = inspection.policy, inspection.plan.tensors
     wide = [tensor for tensor in tensors if len(tensor.shape) == 3 and tensor.storage not in REQUESTABLE]
@@ -214,7 +216,7 @@ def _plan_table(inspection: PlanInspection) -> Table:
 
 
 def _all_renamed(inspection: PlanInspection) -> bool:
-    """Return True if every tensor is renamed. The report then has a single line about the new names."""
+    """Return True if all tensors have other names in the files than in the model. The report then has only one line about the names."""
     return all(group.how.startswith("renamed") for group in inspection.groups)
 
 
@@ -225,7 +227,7 @@ def _how_words(group: PlanGroup, renamed: bool) -> str:
 
 
 def show_merge(console: Console, report: MergeReport, export: Sequence[str] = ()) -> None:
-    """Print the result of a merge, and next commands. `export`: command for a GGUF file, without the file's format."""
+    """Print the result of a merge, and the next commands. `export`: command that writes a GGUF file, without the file's format."""
     console.print(fitting(pair_table(_rows(report)), console), highlight=False, markup=False)
     say_labelled(console, "note", "dim", report.notes)
     say_labelled(console, "warning", "yellow", report.warnings)
@@ -277,7 +279,7 @@ def _kept(logits: LogitsDifference) -> Iterator[tuple[str, str]]:
     apart, base_apart = f"{logits.max_abs:.3g} (KL {logits.mean_kl:.3g} nats)", f"{logits.base_kl:.3g} nats"
     yield (
         "logits",
-        f"differ from the trained model's by at most {apart}; the base model's logits differ by KL {base_apart}",
+        f"differ from the logits of the trained model by at most {apart}; the logits of the base model differ by KL {base_apart}",
     )
     if logits.losses is not None:
         base, trained, merged = logits.losses

@@ -1,4 +1,4 @@
-"""Describes the first NaN or infinity of a step: its operator, module, source line, cause and fix."""
+"""Describes the first NaN or infinity of a step: the operator, module, source line, cause and fix."""
 
 import math
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ def _expected(event: NonFinite) -> str:
         if event.scale is None:
             return limit
         plain = number((event.exact or 0.0) / event.scale)
-        return f"{limit}; without the loss scale of {number(event.scale)} the value is {plain}"
+        return f"{limit}; without the loss scale of {number(event.scale)}, the value is {plain}"
     return _CAUSES[event.cause].get("expected", "finite numbers")
 
 
@@ -83,14 +83,14 @@ def _fix(event: NonFinite) -> str:
     if event.cause == "range" or (event.cause == "inside" and wide):
         return _fix_of_range(event)
     if event.cause == "domain" and event.entries == (0.0, 0.0):
-        return f"look at {rows}: a mean over no labels (all are -100) is 0 / 0"
+        return f"check {rows}: a mean over no labels (all labels are -100) is 0 / 0"
     return _CAUSES[event.cause]["fix"].format(rows=rows)
 
 
 def _fix_of_range(event: NonFinite) -> str:
     dtype, exact = event.result.dtype, event.exact or 0.0
     if dtype != torch.float16:
-        return f"the values have diverged: lower the learning rate, warm it up or clip the gradients; look at {_rows(event)}"
+        return f"the values have diverged: lower the learning rate, warm it up or clip the gradients; check {_rows(event)}"
     if event.scale is not None and exact / event.scale <= torch.finfo(dtype).max / 2:
         scale = 2.0 ** math.floor(math.log2(event.scale * torch.finfo(dtype).max / exact))
         return f"use a loss scale of {number(scale)} or less (GradScaler lowers its scale after an overflow)"

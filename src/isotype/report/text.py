@@ -72,13 +72,13 @@ NARROW = 60
 """On a console with fewer columns, each cell of a table gets its own line."""
 
 _LABEL = re.compile(r" *(?:(?:[-=|]|-->) +)?(?:\S+(?: \S+)? {2,})?")
-"""The start of a line: spaces, a bullet, a label of one or two words. Its width is the indent of further lines."""
+"""The start of a line: spaces, a bullet, and a label of one or two words. All further lines are indented by the width of this start."""
 
 _COMMAND = re.compile(r" {4}(?=(?:env|isotype|torchrun) )")
 
 
 def table_of(*heads: str, numbers: Container[str] = (), folded: Container[str] = ()) -> Table:
-    """Return a table with these columns. Columns in `numbers` are right-aligned, and cells of `folded` columns may break."""
+    """Return a table with these columns. Columns in `numbers` are right-aligned. Cells of `folded` columns may be wrapped."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for head in heads:
         table.add_column(
@@ -91,7 +91,7 @@ def table_of(*heads: str, numbers: Container[str] = (), folded: Container[str] =
 
 
 def pair_table(rows: Iterable[Sequence[str | Text]], style: str = "bold", **options: Any) -> Table:
-    """Return a table without column heads. A row has a label in the given style, and a text that may break."""
+    """Return a table without column heads. A row has a label in the given style, and a text that may be wrapped."""
     table = Table(box=None, show_header=False, pad_edge=False, **options)
     table.add_column(style=style, no_wrap=True)
     table.add_column(overflow="fold")
@@ -103,8 +103,8 @@ def pair_table(rows: Iterable[Sequence[str | Text]], style: str = "bold", **opti
 def fitting(table: Table, console: Console, indent: int = 0, dropped: Sequence[str] = ()) -> RenderableType:
     """Return the indented table. On a console narrower than `NARROW`, return a list with a line for each cell.
 
-    If a table with `dropped` columns is too wide, first its gaps shrink, and then these columns are omitted one by one. A
-    table that is still too wide becomes a list.
+    If a table with `dropped` columns is too wide, its gaps are reduced first, and then these columns are omitted one by
+    one. A table that is still too wide becomes a list.
     """
     if console.width >= NARROW and not dropped:
         return Padding(table, (0, 0, 0, indent), expand=False)
@@ -139,7 +139,7 @@ def _without(table: Table, dropped: Sequence[str]) -> Table:
 
 
 def _least_width(table: Table, console: Console) -> int:
-    """Return the least width at which no word of the table breaks, and no cell of a `no_wrap` column."""
+    """Return the smallest width at which no word in the table and no cell of a `no_wrap` column is broken."""
     _, right, _, left = table.padding
     widths = []
     for column in table.columns:
@@ -156,8 +156,8 @@ def width_of(console: Console) -> int | None:
 def wrapped(text: str, console: Console) -> str:
     """Break lines that are too long for the console. Further lines begin below the first word after the label.
 
-    Lines break only at spaces, and a command (indented by four spaces) stays valid in a shell. Text for a log file or a
-    pipe is unchanged.
+    Lines are broken only at spaces. A command (indented by four spaces) stays valid in a shell. Text for a log file or
+    a pipe is unchanged.
     """
     width = width_of(console)
     if width is None:
@@ -175,7 +175,7 @@ def say_labelled(console: Console, label: str, style: str, texts: Iterable[str])
 
 
 def show_commands(console: Console, commands: Mapping[str, Sequence[str]]) -> None:
-    """Print the next commands for the user, each below its description. The user can paste a command into a shell."""
+    """Print the next commands for the user, each below its description. The user can paste these commands into a shell."""
     for description, tokens in commands.items():
         say(console, f"\n{description}:\n{printed_command(tokens, indent=4)}")
 
@@ -187,7 +187,7 @@ def chat_commands(model: Path, *, pictures: bool) -> dict[str, tuple[str, ...]]:
 
 
 def chat_command(model: Path, *, pictures: bool) -> tuple[str, ...]:
-    """Return the words of the command that chats with a model. With `pictures`, the words end with `--image FILE`."""
+    """Return the words of the command that chats with a model. If `pictures` is True, the words end with `--image FILE`."""
     return ("isotype", "chat", str(model), *(("--image", "FILE") if pictures else ()))
 
 

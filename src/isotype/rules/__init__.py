@@ -1,4 +1,4 @@
-"""The rules. Each file `ist###_….py` defines one rule: a pure function that takes a trace and returns findings."""
+"""The rules. Each file `ist###_….py` defines one rule: a function without side effects that takes a trace and returns findings."""
 
 import ast
 import re
@@ -24,23 +24,25 @@ FAMILIES: Mapping[str, tuple[str, Kind]] = {
     "IST6": ("hardware and versions", "device"),
     "IST7": ("distributed", "step"),
     "IST8": ("range and precision of values", "step"),
-    "IST9": ("inputs and weights that change the wrong outputs, or none", "wiring"),
+    "IST9": ("inputs and weights that affect the wrong outputs, or none", "wiring"),
 }
-"""The topic of each family of rules, and the kind of its findings. The codes of a family start with the same prefix."""
+"""Topic of each family of rules, and the kind of the family's findings. The codes of a family start with the same prefix."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. The docstring of its file, such as `rules/ist101_….py`, is the rule's title and page.
+    """A rule. The docstring of the rule's file, such as `rules/ist101_….py`, contains the title and the page of the
+    rule.
 
-    The file defines `find`, or only `CLAIMS`, if all findings are about broken contracts.
-    If the file defines `KIND`, its findings have this kind; otherwise they have the kind of the rule's family.
+    The file defines the function `find`. If all findings of the rule are about broken contracts, it may define only
+    `CLAIMS`. If the file defines `KIND`, the findings have this kind; otherwise they have the kind of the rule's
+    family.
 
     Attributes:
         code: code of the rule, `IST###`; the file's name contains it.
-        title: headline of the rule's page: the first line of the docstring.
+        title: headline of the rule's page, which is the first line of the docstring.
         page: the page in Markdown, without the headline.
-        find: function that takes a trace and yields findings; the rule's page documents it.
+        find: function that takes a trace and yields findings. Its documentation is the page of the rule.
         kind: kind of the findings, such as `"step"`, `"memory"` or `"device"`.
     """
 
@@ -99,7 +101,8 @@ def _findings(rule: Rule, trace: Trace) -> Iterator[Finding]:
 def unjudged(what: str, error: Exception, whose: str = "") -> Finding:
     """Return a finding which states that a part of the check failed with `error`.
 
-    `what` starts the finding's message, and names the failed part. `whose` is put before the error in the cause.
+    The message of the finding starts with `what`, the name of the failed part. The cause of the finding is `whose`,
+    followed by the error.
     """
     raised = error_line(error)
     code = next(rule.code for rule in all_rules() if rule.kind == "untraced")
@@ -113,8 +116,9 @@ def resolves(
 ) -> bool:
     """Return True if a fix removed `finding` and caused no new errors and no new warnings.
 
-    If `finding` says that a part was not checked, new warnings are accepted, because the fix lets the check reach this
-    part. If `costly` is true, new warnings about the step are accepted, because a slow step is better than an error.
+    If `finding` says that a part was not checked, new warnings are accepted, because they may come from the part that
+    the fix makes accessible. If `costly` is true, new warnings about the step are accepted, because a slow step is
+    better than an error.
     """
     errors = {(other.code, other.cause) for other in before if other.severity == "error"}
     known = {(other.code, other.cause) for other in before}

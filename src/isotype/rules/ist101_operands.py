@@ -1,11 +1,11 @@
-"""Activations whose dtype differs from that of the weights
+"""Activations whose dtype differs from the dtype of the weights
 
-**What it means.** A matmul, or another operator that needs operands of one dtype, gets operands of two dtypes.
-PyTorch promotes dtypes in elementwise operators but never in matmuls, so the step crashes at the matmul.
+**What it means.** A matmul, or another operator that needs operands of one dtype, gets operands of two dtypes. PyTorch promotes dtypes in
+elementwise operators but never in matmuls, so the step crashes at the matmul.
 
-**Why it happens.** A module before the operator returned another dtype: a norm with a float32 weight, whose result
-`weight * hidden` is float32; an embedding that other code cast to float32; or a custom layer that calls `.float()`. Or
-one weight has another dtype than the other weights.
+**Why it happens.** A module before the operator returned another dtype than the weights have. Examples are a norm with a float32 weight, an
+embedding that other code cast to float32, and a custom layer that calls `.float()`. In other cases, one weight has another dtype than all
+other weights.
 
 **An example that fails**
 
@@ -19,8 +19,8 @@ one weight has another dtype than the other weights.
 
     isotype.repair(model, isotype.check(model, batch))   # casts the norms' outputs to bfloat16
 
-**How safe is the fix?** Safe: a cast of a module's inputs or outputs, or at a line, changes no stored weight. Unsafe: a
-cast of a stored weight that may round its values. `isotype.repair` makes an unsafe cast only with `unsafe=True`.
+**How safe is the fix?** The fix is safe if it casts only the inputs or outputs of a module, because no stored weight changes. The fix is
+unsafe if it casts a stored weight whose values may be rounded. `isotype.repair` applies unsafe fixes only with `unsafe=True`.
 
 **Seen in** NVIDIA-NeMo/Automodel #1622, #1540, #1633; huggingface/transformers #29974, #25598.
 """

@@ -1,12 +1,12 @@
-"""An adapter of another dtype than its layer
+"""An adapter whose dtype differs from the dtype of its layer
 
-**What it means.** An adapter's weights have another dtype than their layer's input, and no code casts this input.
-Adapters are the weights of LoRA, LoKr, DoRA and prompt tuning, and trained copies of modules (`modules_to_save`).
+**What it means.** The weights of an adapter have another dtype than the input of their layer, and no code casts this input. Here, adapters
+are the weights of LoRA, LoKr, DoRA and prompt tuning, and trained copies of modules (`modules_to_save`).
 
-**Why it happens.** Adapters should be float32, because the optimizer updates them. A 16-bit layer has to cast its
-input to the adapter's dtype, and cast the adapter's result back to 16 bits, as PEFT's layers do. Custom
-adapters often lack these casts. In PEFT, the dtypes differ if `autocast_adapter_dtype=False` leaves the
-adapter in another dtype than the base, or if `cast_input_dtype_enabled` is off.
+**Why it happens.** Adapters are usually float32, because an optimizer loses small updates of 16-bit weights. A 16-bit layer has to cast its
+input to the adapter's dtype, and cast the adapter's result back to 16 bits, as PEFT's layers do. Custom adapters often lack these two
+casts. In PEFT, `autocast_adapter_dtype=False` leaves an adapter in another dtype than the base model. `cast_input_dtype_enabled=False`
+turns off the casts.
 
 **An example that fails**
 
@@ -18,9 +18,9 @@ adapter in another dtype than the base, or if `cast_input_dtype_enabled` is off.
 
     isotype.repair(model, isotype.check(model, batch))  # the layer computes in bfloat16; lora_a, lora_b stay float32
 
-**How safe is the fix?** Safe: for each matmul, the fix casts the adapter's float32 weights to the compute dtype, as
-autocast does. The stored weights do not change. Unsafe: a cast of the stored weights to bfloat16, because bfloat16
-loses small updates (IST801).
+**How safe is the fix?** The first fix is safe: for each matmul, it casts the adapter's float32 weights to the compute dtype, as autocast
+does. This fix does not change the stored weights. A fix that casts the stored weights to bfloat16 is unsafe, because bfloat16 loses small
+updates (IST801).
 
 **Seen in** NVIDIA-NeMo/Automodel #1540; huggingface/peft #1172, #1249; axolotl #3310.
 """
@@ -34,10 +34,10 @@ from isotype.trace.sides import is_adapter
 
 
 def _is_of_adapter(operand: Operand, broken: Broken) -> bool:
-    """Return whether `operand` is an adapter's weight, or is to blame because of one.
+    """Return True if `operand` is an adapter's weight, or has its wrong dtype because of an adapter's weight.
 
-    The dtype of an output also comes from a weight. Therefore the operator must run in the weight's module, or take all
-    of its elements.
+    A weight can also determine the dtype of an operator's output. Therefore the operator must run in the module of
+    the weight, or take all elements of the weight.
     """
     origin, owner = operand.origin, broken.trace.owners.get(operand.origin.name)
     if origin.kind not in ("parameter", "buffer") or not is_adapter(origin.name, owner):
@@ -47,5 +47,5 @@ def _is_of_adapter(operand: Operand, broken: Broken) -> bool:
     return in_module(broken.call.module, owner.module) or math.prod(operand.shape) == math.prod(owner.shape)
 
 
-_HEADLINE = "{given} instead of {expected} in an adapter"
+_HEADLINE = "{given} instead of {expected} in the matmul of an adapter"
 CLAIMS = (Claim("operand", lambda b: any(_is_of_adapter(o, b) for o in b.call.operands), _HEADLINE),)

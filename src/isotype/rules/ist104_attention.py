@@ -1,10 +1,10 @@
 """Attention operands or masks of different dtypes
 
-**What it means.** Attention kernels need one dtype for query, key and value. The mask must be boolean or
-float32, or have the query's dtype.
+**What it means.** Attention kernels need query, key and value in the same dtype. The attention mask must be boolean, float32, or in the
+dtype of the query.
 
-**Why it happens.** Float32 rotary tables promote query and key to float32, but not value. Or a norm of query and key
-returns float32. Or the mask or the cache was created in another dtype.
+**Why it happens.** Float32 rotary tables promote query and key to float32, but not the value. A norm of query and key can also return
+float32. In other cases, code creates the mask or the cache in another dtype.
 
 **An example that fails**
 
@@ -15,8 +15,9 @@ returns float32. Or the mask or the cache was created in another dtype.
 
     query, key = query.to(value.dtype), key.to(value.dtype)
 
-**How safe is the fix?** Safe: casts of query and key after the rotation, of a norm's output, or of a mask, and a new
-cache in the query's dtype. They change no stored value. Unsafe: a cast of a stored rotary table that rounds the table.
+**How safe is the fix?** The fix is safe if it casts query and key after the rotation, the output of a norm, or the mask, or creates the
+cache in the query's dtype. None of these casts changes a stored value. The fix is unsafe if it casts and thereby rounds a stored rotary
+table.
 
 **Seen in** huggingface/trl #1460; unslothai/unsloth #827; huggingface/transformers #25598.
 """

@@ -1,11 +1,11 @@
-"""A dtype mismatch in the backward only
+"""A dtype mismatch that occurs only in the backward
 
 **What it means.** The forward runs, but an operator of the backward gets operands of two dtypes and raises an error.
 
-**Why it happens.** The backward of a custom `autograd.Function` dequantizes a packed weight to the dtype that is stored
-beside it (bitsandbytes: `quant_state.dtype`). This is the checkpoint's dtype, but the Function multiplies the
-dequantized weight by a gradient in the compute dtype. Or only the forward ran under autocast. Or a loss
-(`huber_loss`, `smooth_l1_loss`) gets a 16-bit prediction and a float32 target, which its forward accepts.
+**Why it happens.** The backward of a custom `autograd.Function` dequantizes a packed weight to the dtype that is stored beside it
+(bitsandbytes: `quant_state.dtype`). This is the checkpoint's dtype, but the Function multiplies the dequantized weight by a gradient in the
+compute dtype. The same error occurs if only the forward ran under autocast, or if a loss (`huber_loss`, `smooth_l1_loss`) gets a 16-bit
+prediction and a float32 target, which its forward accepts.
 
 **An example that fails**
 
@@ -22,12 +22,11 @@ dequantized weight by a gradient in the compute dtype. Or only the forward ran u
     # or, for a loss whose backward needs one dtype:
     F.huber_loss(prediction.float(), target.float())
 
-**How safe is the fix?** Safe: a new `quant_state.dtype` changes neither the packed codes nor their scales. For a
-Function of your own code there is no automatic fix: write a cast in its backward, or use `custom_bwd`, which restores
-the forward's autocast.
+**How safe is the fix?** The fix is safe: a new `quant_state.dtype` changes neither the packed codes nor their scales. For a Function of
+your own code there is no automatic fix: write a cast in its backward, or use `custom_bwd`, which restores the forward's autocast.
 
-**Seen in** unslothai/unsloth #4005, #4918, #5766, #212;
-pytorch/ao #4616; unslothai/unsloth #320; NVIDIA-NeMo/Automodel #3652; 67372a/LoRA_Easy_Training_Scripts #8.
+**Seen in** unslothai/unsloth #4005, #4918, #5766, #212; pytorch/ao #4616; unslothai/unsloth #320; NVIDIA-NeMo/Automodel #3652;
+67372a/LoRA_Easy_Training_Scripts #8.
 """
 
 from dataclasses import replace

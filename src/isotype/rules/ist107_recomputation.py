@@ -1,12 +1,12 @@
-"""Recomputation in other dtypes than the forward
+"""A recomputation in other dtypes than the forward
 
-**What it means.** Gradient checkpointing runs parts of the forward again during the backward. The second time, the
-operators get other dtypes. Non-reentrant checkpointing then raises an error; with `use_reentrant=True`, no error is
-raised, but the gradients do not belong to the forward that computed the loss.
+**What it means.** Gradient checkpointing runs parts of the forward again in the backward. In this recomputation, operators get other dtypes
+than in the forward. Non-reentrant checkpointing then raises an error. With `use_reentrant=True`, no error is raised, but the gradients
+belong to another forward than the loss.
 
-**Why it happens.** The forward ran under autocast, but a custom checkpointing function or hook does not switch autocast
-on again for the second run. Or the weights were cast between forward and backward. Or `torch.set_default_dtype` was
-called only for the forward (Lightning's `precision="bf16-true"`), and a layer creates tensors without a dtype.
+**Why it happens.** The forward ran under autocast, but a custom checkpointing function or hook does not enable autocast for the
+recomputation. In other cases, code casts the weights between forward and backward. In others, `torch.set_default_dtype` applies only to the
+forward (Lightning's `precision="bf16-true"`), and a layer creates tensors without an explicit dtype.
 
 **An example that fails**
 
@@ -20,8 +20,8 @@ called only for the forward (Lightning's `precision="bf16-true"`), and a layer c
     torch.utils.checkpoint.checkpoint(layer, *inputs, use_reentrant=False)   # restores autocast
     # cast weights only after the backward; keep torch.set_default_dtype until the backward has ended
 
-**How safe is the fix?** Safe: you edit the code so that the second run gets the autocast, weights and default dtype of
-the first. Then both compute the same values. Unsafe: a step without autocast, which computes in other dtypes.
+**How safe is the fix?** The fix is safe: you edit the code so that the recomputation gets the autocast, weights and default dtype of the
+forward. Forward and recomputation then compute the same values. A step without autocast is unsafe, because it computes in other dtypes.
 
 **Seen in** pytorch/pytorch #193338, #71124; NVIDIA/TransformerEngine #791; NVIDIA-NeMo/Automodel #2083 (default dtype).
 """
@@ -41,8 +41,8 @@ from isotype.rules.kit.words import device_error
 _HEADLINE = "{given} instead of {expected} while gradient checkpointing recomputes the forward"
 CLAIMS = (Claim("phase", lambda broken: broken.call.recomputed, _HEADLINE, settled=False),)
 
-_ON_AGAIN = "recompute under the autocast of the forward: decorate forward and backward of the function with torch.amp.custom_fwd and custom_bwd, or call torch.utils.checkpoint.checkpoint"
-_SAME_CODE = "let the forward and its recomputation run the same code: flags, adapters and random branches must not change before the backward ends"
+_ON_AGAIN = "recompute under the autocast of the forward: decorate the function's forward and backward with torch.amp.custom_fwd and custom_bwd, or call torch.utils.checkpoint.checkpoint"
+_SAME_CODE = "make the recomputation run the same code as the forward: flags, adapters and random branches must not change before the backward ends"
 
 
 def find(trace: Trace) -> Findings:
@@ -62,12 +62,12 @@ def find(trace: Trace) -> Findings:
         _, cause, by_default = difference or (None, cause, "")
         fixes: tuple[Fix, ...] = (advice("checkpoint", by_default or _SAME_CODE),)
     else:
-        how = "switch autocast's cache off (torch.autocast(…, cache_enabled=False)), or call checkpoint() without context_fn (context_fn makes checkpointing selective)"
+        how = "disable autocast's cache (torch.autocast(…, cache_enabled=False)), or call checkpoint() without context_fn (context_fn makes checkpointing selective)"
         fixes = (
             setting("run the step without autocast", "autocast", "None", safe=False),
             advice("autocast cache", how, "cache_enabled=False"),
         )
-    cached = "in the forward, autocast casts a weight once and caches the cast; in the recomputation, autocast casts the weight again"
+    cached = "in the forward, autocast casts a weight once and caches the result; in the recomputation, autocast casts the weight again"
     message = "the recomputation of gradient checkpointing differs from the forward"
     notes = (*((cached,) if trace.setup.autocast is not None else ()), *device_error(failure.error))
     yield finding_after("error", message, failure, cause=cause, notes=notes, fixes=fixes)
@@ -86,7 +86,8 @@ def _with_autocast(trace: Trace, finding: Finding) -> Finding:
 
 
 def _difference(trace: Trace) -> tuple[Call, str, str] | None:
-    """Return the first operator whose recomputed dtype or shape differs, the cause, and advice ("" for none)."""
+    """Return the first operator whose recomputed dtype or shape differs, the cause, and a fix ("" if there is
+    none)."""
     # The recomputation also calls operators that the forward does not call (`detach` of saved tensors).
     calls = grouped((call for call in trace.calls if call.phase == "forward"), _kind)
     forward = {kind: iter(of_kind) for kind, of_kind in calls.items()}
@@ -104,7 +105,7 @@ def _difference(trace: Trace) -> tuple[Call, str, str] | None:
         floats = first != second and {first, second} <= FLOATS
         if not (floats and shape == other and before.by_default and after.by_default):
             return after, cause, ""
-        how = f"pass the dtype at {place}, or keep torch.set_default_dtype until the backward has ended"
+        how = f"pass the dtype at {place}, or restore torch's default dtype only after the backward"
         return after, f"{cause}: torch's default dtype has changed after the forward", how
     return None
 

@@ -1,11 +1,11 @@
-"""No kernel for this dtype
+"""No kernel for the dtype of the operands
 
-**What it means.** The operands have one dtype, but the device has no kernel for it.
+**What it means.** The operands of an operator have one dtype, but the device has no kernel for this dtype.
 
-**Why it happens.** Linear algebra (SVD, inverse, eigenvalues), Fourier transforms, quantiles, histograms and some
-losses exist in float32 and float64 only. On a GPU, products with a sparse matrix also have no 16-bit kernel. Other
-operators do not support float16 on a CPU, or bfloat16 on an older GPU. On a GPU, `binary_cross_entropy` raises an error
-under autocast, because its float16 gradients could overflow.
+**Why it happens.** Some operators exist only in float32 and float64: linear algebra (SVD, inverse, eigenvalues), Fourier transforms,
+quantiles, histograms and some losses. On a GPU, products with a sparse matrix have no 16-bit kernel. Some operators have no float16 kernel
+on a CPU, or no bfloat16 kernel on an older GPU. On a GPU, `binary_cross_entropy` raises an error under autocast, because its float16
+gradients could overflow.
 
 **An example that fails**
 
@@ -15,13 +15,13 @@ under autocast, because its float16 gradients could overflow.
 
     torch.linalg.svd(weight.float()).U.to(weight.dtype)
 
-**How safe is the fix?** Safe: the operator computes in float32 (a sparse product or `binary_cross_entropy` outside of
-autocast), and its result is rounded once. Also safe: the same loss from logits, by `binary_cross_entropy_with_logits`.
-Unsafe: a cast of a trained weight, or of a weight that may be rounded.
+**How safe is the fix?** The fix is safe: the operator computes in float32 and rounds its result once. Sparse products and
+`binary_cross_entropy` run outside of autocast. A loss from logits (`binary_cross_entropy_with_logits`) is safe too, because it computes the
+same function. A cast is unsafe if it changes a trained weight or may round a frozen weight.
 
 **Seen in** huggingface/peft #1052; arcee-ai/mergekit #304; h2oai/h2o-llmstudio #233; tloen/alpaca-lora #308;
-pytorch/pytorch #61098, #117844, #144040; cai4cai/torchsparsegradutils #53; thuml/Time-Series-Library #761;
-innnky/so-vits-svc #11; ldeecke/gmm-torch #27; open-mmlab/mmdetection #4746; Lightning-AI/pytorch-lightning #13871.
+pytorch/pytorch #61098, #117844, #144040; cai4cai/torchsparsegradutils #53; thuml/Time-Series-Library #761; innnky/so-vits-svc #11;
+ldeecke/gmm-torch #27; open-mmlab/mmdetection #4746; Lightning-AI/pytorch-lightning #13871.
 """
 
 import re
@@ -76,12 +76,12 @@ def find(trace: Trace) -> Findings:
                 keep = fix(f"keep {name} in {kept} at {line}", "line", (origin.source,), kept)
                 yield replace(finding, cause=f"{name} is cast to {dtype} at {line}", fixes=(keep,))
                 continue
-            what = f"keep {origin.name} as integers: a cast to {dtype} rounds them"
+            what = f"keep {origin.name} as integers, because a cast to {dtype} rounds them"
             stored = origin.kind in ("buffer", "parameter")
             masks = what if stored else f"use bool or integer tensors at {where}"
             finding = replace(finding, fixes=(advice(finding.source, masks),))
         if "sparse" in finding.op and trace.setup.autocast is not None:  # autocast would cast float32 again
-            how = f"switch autocast off around {where}, and multiply in float32"
+            how = f"turn autocast off around {where}, and multiply in float32"
             finding = replace(finding, fixes=(fix(how, "line", (finding.source,), "float32"),))
         yield replace(finding, cause=f"{finding.op} is called in {dtype} at {where}")
     refused = {call.source: call for call in trace.breaches() if _is_unsafe(call)}
@@ -91,11 +91,11 @@ def find(trace: Trace) -> Findings:
 def _unsafe(call: Call) -> Finding:
     assert call.autocast is not None
     where, logits = short(call.source), "binary_cross_entropy_with_logits"
-    message = f"{call.op} is refused under autocast"
+    message = f"{call.op} raises an error under autocast"
     cause = f"{call.op} is called under autocast to {dtype_name(call.autocast)} at {where}"
-    without_autocast = f"switch autocast off around {where}, and call the loss in float32"
+    without_autocast = f"turn autocast off around {where}, and call the loss in float32"
     fixes = (
         fix(without_autocast, "line", (call.source,), "float32"),
-        advice(call.source, f"leave out the sigmoid, and pass the logits to {logits}()", logits),
+        advice(call.source, f"omit the sigmoid, and pass the logits to {logits}()", logits),
     )
     return finding_at("error", message, [call], cause=cause, notes=device_error(call.refusal), fixes=fixes)

@@ -1,10 +1,10 @@
 """A norm whose weight has another dtype than its input
 
-**What it means.** The fused kernels of layer norm and similar norms need weight and bias in the input's dtype. Some
-kernels also accept a float32 weight and bias, such as layer norm on a CPU. Any other dtype raises an error.
+**What it means.** The fused kernels of layer norm and similar norms need weight and bias in the dtype of the input. Some kernels, such as
+layer norm on a CPU, also accept a float32 weight and bias. All other dtypes of weight or bias raise an error.
 
-**Why it happens.** The norm's weights were cast to float32 for stability, but its input stayed in 16 bits. Or the
-weight was cast, but not the bias.
+**Why it happens.** Code cast the norm's weights to float32 for stability, but the norm's input stayed in 16 bits. In other cases, code cast
+the weight of the norm, but not its bias.
 
 **An example that fails**
 
@@ -17,8 +17,8 @@ weight was cast, but not the bias.
 
     isotype.repair(model, isotype.check(model, batch))
 
-**How safe is the fix?** Safe: the norm computes in its input's dtype, and its kernel still adds up in float32. Unsafe:
-a cast of the norm's stored weight or bias that may round its values.
+**How safe is the fix?** The fix is safe if the norm computes in the dtype of its input, because its kernel still accumulates in float32.
+The fix is unsafe if it casts the stored weight or bias of the norm and may round values.
 
 **Seen in** tloen/alpaca-lora #313; unslothai/unsloth-zoo #680; huggingface/transformers #30945; GVCLab/PersonaLive #57.
 """

@@ -1,16 +1,15 @@
-"""Token ids, labels or masks that an operator refuses
+"""Token ids, labels or masks that an operator does not accept
 
-**What it means.** An operator refuses token ids, positions, labels or a mask. Either an index exceeds the size of the
-table that the operator reads, or the operator does not accept the tensor's dtype.
+**What it means.** An operator does not accept token ids, positions, labels or a mask. Either an index is too large for the table that the
+operator reads, or the operator does not accept the dtype of the tensor.
 
-**Why it happens.** An index is too large if a token was added to the tokenizer but the embeddings were not resized. Or
-rows are longer than the table of positions, or labels are not below the number of classes. A dtype is refused if labels
-from NumPy are int32, if a bool mask is subtracted (`1 - mask`), or if attention gets
-a tokenizer's mask of zeros and ones. Or integer one-hot rows are multiplied with a float
-weight, or two integer matrices are multiplied on a GPU. Code that casts a whole batch to a float dtype also casts its
-token ids, labels and masks.
+**Why it happens.** An index is too large if a token was added to the tokenizer but the embeddings were not resized. An index is also too
+large if rows are longer than the table of positions, or if labels are not below the number of classes. A dtype is refused if labels from
+NumPy are int32, if a bool mask is subtracted (`1 - mask`), or if attention gets a tokenizer's mask of zeros and ones. A dtype is also
+refused if integer one-hot rows are multiplied with a float weight, or if two integer matrices are multiplied on a GPU. Code that casts a
+whole batch to a float dtype also casts its token ids, labels and masks.
 
-**Why it is bad.** The step fails. On a GPU, the error comes at a later line: `CUDA error: device-side assert triggered`.
+**Why it is bad.** The step fails. On a GPU, the error appears at a later line: `CUDA error: device-side assert triggered`.
 
 **An example that fails**
 
@@ -21,15 +20,15 @@ token ids, labels and masks.
 
     model.resize_token_embeddings(len(tokenizer))
 
-**What is not reported.** The check does not know the weights' values. Therefore it does not report indices that depend
-on weights, such as the experts that a router chooses.
+**What is not reported.** The check does not know the values of weights. Therefore the check does not report indices that depend on weights,
+such as the experts that a router chooses.
 
-**How safe is the fix?** Safe: you edit the code or the data. New rows of an embedding are random: train them, and save
-them with the adapter (`modules_to_save`, `trainable_token_indices`). Shorter rows lose tokens. Casts of int32 and bool
-tensors are exact, but no cast restores ids that a float dtype has rounded.
+**How safe is the fix?** The fix is safe: you edit the code or the data. New rows of an embedding have random values. Train these rows, and
+save them with the adapter (`modules_to_save`, `trainable_token_indices`). Shorter rows lose tokens. Casts of int32 and bool tensors are
+exact, but no cast restores token ids that a float dtype has rounded.
 
-**Seen in** huggingface/transformers #11102, #12763; mickeysjm/R-BERT #5; meta-llama/llama-cookbook #189;
-deepspeedai/DeepSpeed #5701; QwenLM/Qwen3 #44; intel/auto-round #1380; seal-rg/recurrent-pretraining #23.
+**Seen in** huggingface/transformers #11102, #12763; mickeysjm/R-BERT #5; meta-llama/llama-cookbook #189; deepspeedai/DeepSpeed #5701;
+QwenLM/Qwen3 #44; intel/auto-round #1380; seal-rg/recurrent-pretraining #23.
 """
 
 from dataclasses import replace
@@ -58,7 +57,7 @@ CLAIMS = (Claim("step", lambda broken: _refused(broken.call) is not None),)
 
 
 def find(trace: Trace) -> Findings:
-    """Yield a finding for each line with an index outside of a table, or of a dtype that the operator refuses."""
+    """Yield a finding for each line with an index outside of a table, or with a dtype that the operator does not accept."""
     outside = (call for call in trace.calls if call.outside is not None and not call.recomputed)
     for calls in grouped(outside, lambda call: (call.op, call.source, call.outside)).values():
         yield _outside(calls[0], calls)
@@ -88,7 +87,7 @@ def _outside(call: Call, calls: list[Call]) -> Finding:
     message = f"index {index} is out of range for {size} rows"
     if labels:
         message = f"label {index} is not one of {size} classes"
-    whose = f"what {cause.name or 'the step'} returns{at(cause.source)}"
+    whose = f"the result of {cause.name or 'the step'}{at(cause.source)}"
     if cause.kind == "input":
         whose = f"the input {cause.name}"
     why = f"{whose} has {index}" + ("" if labels else f", {of} has {size} rows")
@@ -98,7 +97,7 @@ def _outside(call: Call, calls: list[Call]) -> Finding:
 
 def _advice(call: Call, labels: bool, of_input: bool, size: int) -> Fix:
     if labels:
-        how = f"use labels from 0 to {size - 1} (-100 for ignored tokens), or more classes"
+        how = f"use labels from 0 to {size - 1} (-100 for ignored tokens), or a model with more classes"
         return advice(call.source, how)
     if of_input:
         how = f"resize_token_embeddings(len(tokenizer)), or use ids from 0 to {size - 1}"
@@ -120,7 +119,7 @@ def _dtype(call: Call, calls: list[Call], trace: Trace) -> Finding:
     )  # fmt: skip
     return finding_at(
         "error",
-        f"{name} does not take this {dtype} tensor",
+        f"{name} does not accept this {dtype} tensor",
         calls,
         cause=cause_text(refused.origin.cause, trace.owners),
         evidence=evidence(refused.origin),
@@ -134,7 +133,7 @@ def _without_floats(call: Call, refused: Operand, line: str) -> str:
         return f"call .bool() on the mask{line}"
     if "lora_embedding" in call.operands[0].origin.name:
         layer = plain_name(call.module)
-        return f"leave {layer} out of the adapter (exclude_modules={layer!r}): LoRA on an embedding accepts only integer ids"
+        return f"remove {layer} from the adapter (exclude_modules={layer!r}): LoRA on an embedding accepts only integer ids"
     cause, exact = refused.origin.cause, EXACT_INTEGERS.get(refused.dtype)
     rounds = f": {dtype_name(refused.dtype)} rounds numbers above {exact}" if exact else ""
     if cause.kind == "input":

@@ -1,17 +1,17 @@
 """The step could not be traced to its end
 
-**What it means.** The step raised an error, which ended the trace. No known dtype mismatch explains the error. Only the
-part of the step before the error was checked.
+**What it means.** The step raised an error, and the error ended the trace. The check does not know a dtype mismatch that explains the
+error. Only the part of the step before the error was checked.
 
-**Why it happens.** One of these:
+**Why it happens.** The cause is one of these:
 
-- the model computes a size from a tensor's values, but a trace knows no values;
+- the model computes a size from the values of a tensor, but a trace has no values;
 - the model calls a kernel without a fake implementation;
 - a library is missing;
-- the inputs do not fit the model.
+- the model does not accept the inputs.
 
-The finding has the severity "error" if the real step very likely raises the same exception, for example an exception
-about dtypes. Otherwise the severity is "warning".
+The severity of the finding is "error" if the real step very likely raises the same exception, for example an exception about dtypes. In all
+other cases, the severity of the finding is "warning".
 
 **An example**
 
@@ -21,9 +21,9 @@ about dtypes. Otherwise the severity is "warning".
 
     isotype.check(Pooled(), {"x": x})
 
-**What to do.** If a size depends on values, record the real step with `isotype run train.py`. For a kernel of your own,
-register a fake implementation (`torch.library.register_fake`). Install a missing library. Pass inputs that the model
-accepts.
+**What to do.** If a size depends on the values of a tensor, record the real step with `isotype run train.py`. If the model calls your own
+kernel, register a fake implementation (`torch.library.register_fake`). Install a missing library. If the model does not accept the inputs,
+pass other inputs.
 
 **How safe is the fix?** isotype changes nothing for this finding.
 
@@ -54,7 +54,7 @@ _CERTAIN = re.compile(
     r"^IndexError: tensors used as indices|operator\.invert|optimizer got an empty parameter list|can.t optimize a non-leaf|"
     r"support (sparse|dense) gradients|can require gradients|if no padding token is defined|TrainableTokensLayer wraps an unknown"
 )
-"""Errors that do not depend on the tensors' values, so the real step raises them, too."""
+"""Errors that do not depend on the values of tensors. Therefore the real step raises them, too."""
 
 _COMPLEX = re.compile(r"(expected|same|match).*complex|ComplexHalf", re.IGNORECASE)
 
@@ -85,10 +85,10 @@ def find(trace: Trace) -> Findings:
     if failure.phase == "load":
         message = f"the step could not be checked, because {failure.error}"
         checked = "no part of the step was checked"
-    how = "run and record the real step: isotype run SCRIPT"
+    how = "run and record the real step with isotype run SCRIPT"
     fixes = (advice("isotype run", how, "the training script"),)
     if error and _COMPLEX.search(failure.error):
-        how = "give both operands one complex dtype, such as x.to(torch.complex64); torch.fft of a float16 tensor returns complex32"
+        how = "cast both operands to one complex dtype, such as x.to(torch.complex64); torch.fft of a float16 tensor returns complex32"
         fixes = (advice(failure.source, how),)
     severity: Severity = "error" if error or _CERTAIN.search(failure.error) else "warning"
     yield finding_after(severity, message, failure, cause=failure.error, notes=(checked,), fixes=fixes)

@@ -1,14 +1,14 @@
 """Matmuls in a wider dtype than the compute dtype
 
-**What it means.** Matmuls run in a wider dtype than the compute dtype. No error is raised, because all operands of such
-a matmul have the same wide dtype. But the device computes more slowly in this dtype.
+**What it means.** Matmuls run in a wider dtype than the compute dtype. No error is raised, because all operands of such a matmul have the
+same wide dtype. However, the device is slower in this wide dtype.
 
-**Why it is bad.** On a GPU with tensor cores, a float32 matmul without TF32 runs at 1/8 to 1/30 of the rate of a 16-bit
-matmul. Float32 attention has no flash kernel. Every float32 operand takes twice the memory.
+**Why it is bad.** On a GPU with tensor cores, a float32 matmul without TF32 runs at 1/8 to 1/30 of the rate of a 16-bit matmul. Attention
+in float32 has no flash kernel. Every float32 operand takes twice the memory of a 16-bit operand.
 
-**Why it happens.** The hidden states become float32 through a float32 embedding, norm or head (as after
-`prepare_model_for_kbit_training`), a float32 input, or a `.float()` in a custom layer. A quantized layer casts a
-float32 input to the layer's compute dtype, and casts the result back to float32.
+**Why it happens.** A float32 embedding, norm or head makes the hidden states float32 (as after `prepare_model_for_kbit_training`). A
+float32 input has the same effect, and so has a `.float()` in a custom layer. A quantized layer casts a float32 input to the layer's compute
+dtype, and casts the result back to float32.
 
 **An example that costs**
 
@@ -24,11 +24,11 @@ float32 input to the layer's compute dtype, and casts the result back to float32
 - matmuls of tensors that autocast computes in float32, of adapters, of the optimizer's step, and of routers (IST806);
 - quantized layers with a wide compute dtype (IST404);
 - matmuls in TRL's fused loss, and matmuls of tensors that transformers' code of a model casts to float32;
-- matmuls on a device without instructions for the compute dtype (IST601, IST602), where float32 is faster;
-- matmuls with less than 2 % of the step's FLOPs, unless their low rate makes the step at least 1.1 times slower.
+- matmuls on a device without instructions for the compute dtype (IST601, IST602), because float32 is faster there;
+- matmuls with less than 2 % of the step's FLOPs, unless they slow down the step by a factor of 1.1 or more.
 
-**How safe is the fix?** Safe: autocast and casts of outputs change no stored weight. A cast of a weight to a narrower
-dtype is safe if that dtype represents every value of the weight; otherwise it is unsafe.
+**How safe is the fix?** Autocast is a safe fix, and so are casts of outputs. They change no stored weight. A cast of a weight to a narrower
+dtype is safe only if that dtype represents every value of the weight.
 
 **Seen in** huggingface/transformers #25598; bitsandbytes #1515, #1569; unslothai/unsloth #1186.
 """
@@ -49,14 +49,14 @@ from isotype.rules.kit.weight_sets import is_exact, names
 from isotype.rules.kit.words import TRANSFORMERS, and_others, cause_text, evidence
 
 _OF_TRL = "/trl/kernels/"
-"""TRL's fused head adds up its gradients in float32. On a GPU, the head's products stay in 16 bits."""
+"""TRL's fused head accumulates its gradients in float32. On a GPU, the matmuls of this head stay in 16 bits."""
 _LEAST_SHARE = 0.02
 _LEAST_SLOWDOWN = 1.1
 
 
 @dataclass(frozen=True)
 class _Wide:
-    """A matmul in a dtype that is too wide, the operand to blame, and the origins of all wide operands."""
+    """A matmul in a dtype that is too wide, with the operand that causes the dtype, and the origins of all wide operands."""
 
     call: Call
     mismatched: Operand
@@ -75,7 +75,7 @@ def find(trace: Trace) -> Findings:
 
 
 def _groups(trace: Trace) -> list[list[_Wide]]:
-    """Group the matmuls in a wide dtype by cause. Forward and backward of a line are in one group."""
+    """Group the matmuls that run in a wide dtype by their cause. The forward and the backward of a line are in the same group."""
     groups: dict[tuple[str, ...], list[_Wide]] = {}
     by_module: dict[tuple[str, str], tuple[str, ...]] = {}
     # These are wide on purpose: adapters, quantized layers (see IST404), and layers with large values (`by_ranges`).
@@ -158,7 +158,7 @@ def _finding(trace: Trace, group: list[_Wide], cost: Cost) -> Finding:
 
 
 def _fixes(trace: Trace, group: Group) -> Fixes:
-    """Yield the fixes. The first fix casts weights and inputs: a cast of only one of them causes a mismatch."""
+    """Yield the fixes. The first fix casts both weights and inputs, because a cast of only one of them causes a mismatch."""
     expected = dtype_name(trace.setup.compute)
     weights = group.weights(trace)
     inputs = [cause.name for cause in group.causes if cause.kind == "input"]

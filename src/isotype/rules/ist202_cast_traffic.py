@@ -1,11 +1,11 @@
 """Weights or adapter inputs that are cast again at every step
 
-**What it means.** The same tensors are cast at every step. Autocast may cast frozen float32 weights to 16 bits at each
-matmul. Or PEFT casts the input of a LoRA layer to float32, and autocast casts it back to 16 bits.
+**What it means.** The step casts the same tensors every time. For example, autocast casts frozen float32 weights to 16 bits at each matmul.
+In other cases, PEFT casts the input of a LoRA layer to float32, and autocast casts the same input back to 16 bits.
 
-**Why it is bad.** A cast reads and writes every element and computes nothing. Autocast keeps the casts of trainable
-weights for the whole step. But it casts frozen weights at every use, and again when gradient checkpointing recomputes
-their layer. The float32 weights take twice the memory, but the matmuls never use the additional digits.
+**Why it is bad.** A cast reads and writes every element, but computes nothing. Autocast keeps the casts of trainable weights for the whole
+step. However, autocast casts frozen weights at every use, and once more when gradient checkpointing recomputes their layer. The float32
+weights take twice the memory, but the matmuls never use their additional digits.
 
 **An example that costs**
 
@@ -19,12 +19,12 @@ their layer. The float32 weights take twice the memory, but the matmuls never us
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     with peft.helpers.disable_input_dtype_casting(model):      # no cast of the adapters' inputs under autocast
 
-**What is not reported.** The rule ignores casts of trainable weights, casts of weights that the model's author keeps in
-float32 (`_keep_in_fp32_modules`), and casts that move less than 2 % of all bytes that the step reads and writes.
+**What is not reported.** The rule ignores casts of trainable weights, and casts of weights that the model's author keeps in float32
+(`_keep_in_fp32_modules`). It also ignores casts that move less than 2 % of all bytes that the step reads and writes.
 
-**How safe is the fix?** Safe: 16-bit storage of frozen weights, if the 16-bit dtype represents every value, and
-`disable_input_dtype_casting`, because autocast casts the inputs in any case. Unsafe: 16-bit storage that rounds values.
-The matmuls get the same 16-bit values as before, but a merged or saved model loses the float32 digits.
+**How safe is the fix?** Storing frozen weights in 16 bits is safe if the 16-bit dtype represents every value. `disable_input_dtype_casting`
+is always safe, because autocast casts the inputs in any case. Storing frozen weights in 16 bits is unsafe if this rounds values. The
+matmuls then get the same 16-bit values as before, but a merged or saved model loses the float32 digits.
 
 **Seen in** huggingface/peft #1172; AgileRL #623.
 """
@@ -113,12 +113,15 @@ def _adapters_finding(trace: Trace, undone: Sequence[tuple[costs.Cast, Weight]])
     how = "run the step in `with peft.helpers.disable_input_dtype_casting(model):`, because autocast casts the inputs anyway"
     return finding_at(
         "note",
-        f"adapter inputs are cast to {wide}, and autocast casts them back to {narrow}: {format_bytes(moved)}",
+        f"PEFT casts adapter inputs to {wide}, and autocast casts them back to {narrow}: {format_bytes(moved)}",
         [first.call],
         module=up.module,
         source=up.source,
         cause=f"{weight.name} is {wide}, so its layer casts the adapter's input to {wide} at {short(up.source)}",
-        notes=(f"{number} casts to {wide} in a step, and as many casts back", *costs.estimate(cost, trace)),
+        notes=(
+            f"{number} casts to {wide} in a step, and the same number of casts back",
+            *costs.estimate(cost, trace),
+        ),
         fixes=(advice("cast_input_dtype_enabled", how, "False"),),
         cost=cost,
         places=tuple(dict.fromkeys(cast.operand.origin.module for cast, _ in undone)),

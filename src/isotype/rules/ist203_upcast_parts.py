@@ -1,14 +1,13 @@
 """Frozen float32 weights in a 16-bit or quantized model
 
-**What it means.** Most of the model is in 16 bits or quantized, but embeddings, the head, norms or other
-frozen weights are float32.
+**What it means.** Most of the model is in 16 bits or quantized, but some frozen weights are float32, such as embeddings, the head or norms.
 
-**Why it is bad.** Float32 weights take twice the memory of 16-bit weights. With a vocabulary of 128,256 and a hidden
-size of 4,096, embedding and head take 2.1 GB more. Float32 weights also make the hidden states float32, so every layer
-casts its input. Without autocast, attention runs in float32.
+**Why it is bad.** Float32 weights take twice the memory of 16-bit weights. With a vocabulary of 128,256 and a hidden size of 4,096, a
+float32 embedding and head take 2.1 GB more than in 16 bits each. Float32 weights also make the hidden states float32, so every layer casts
+its input. Without autocast, attention runs in float32.
 
-**Why it happens.** For quantized models, trainers call PEFT's `prepare_model_for_kbit_training`, which casts all
-parameters except the quantized ones to float32.
+**Why it happens.** For quantized models, trainers call PEFT's `prepare_model_for_kbit_training`, which casts all parameters except the
+quantized ones to float32.
 
 **An example that costs**
 
@@ -21,13 +20,12 @@ parameters except the quantized ones to float32.
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
 
-**What is not reported.** The rule ignores weights that the model's author keeps in float32, adapters, buffers, and
-weights that add less than 1 % to the memory of all weights. Trainable float32 weights get only a note, because a 16-bit
-weight loses small updates.
+**What is not reported.** The rule ignores weights that the model's author keeps in float32, adapters, buffers, and weights that add less
+than 1 % to the memory of all weights. Trainable float32 weights get only a note, because a 16-bit weight loses small updates.
 
-**How safe is the fix?** Safe if the weights came from a 16-bit checkpoint: every value is cast back without loss.
-Unsafe if a cast would change a value, or if the check cannot read the values. Without
-`prepare_model_for_kbit_training`, the weights keep the checkpoint's values.
+**How safe is the fix?** The fix is safe if the weights came from a 16-bit checkpoint, because a cast back to 16 bits then keeps every
+value. The fix is unsafe if a cast would change a value, or if the check cannot read the values. Without `prepare_model_for_kbit_training`,
+the weights keep the checkpoint's values.
 
 **Seen in** huggingface/peft #3265; bitsandbytes #1515, #1569; axolotl #2621; unslothai/unsloth #1186.
 """
@@ -89,7 +87,7 @@ def _finding(trace: Trace, wide: list[Weight], wanted: torch.dtype, extra: int, 
     rounds = [f"a cast to {target} may round some of their values"] if to_target.safety == "unsafe" else []
     notes = (f"float32: {listed(names(wide))}", *rounds)
     enforce = "call isotype.enforce(model, policy)"
-    how = f"leave out prepare_model_for_kbit_training, or {enforce} after it" if prepared else enforce
+    how = f"do not call prepare_model_for_kbit_training, or call {enforce} after it" if prepared else enforce
     fixes = (to_target, advice("isotype.enforce", how, "model, policy"))
     cost = Cost(cast_bytes=cast_bytes, memory_bytes=extra)
     return finding_of("warning", message, wide, phase="load", notes=notes, fixes=fixes, cost=cost)

@@ -1,14 +1,14 @@
 """Whole outputs copied to float32
 
-**What it means.** A large 16-bit result, such as the logits, is cast to float32 as a whole. But no
-operator uses the float32 copy, or the loss uses the copy piece by piece.
+**What it means.** The step casts a large 16-bit result, such as the logits, to float32 as a whole. However, no operator uses the float32
+copy, or the loss uses the copy only in small pieces.
 
-**Why it is bad.** The logits are the largest activation of a language model, with one value for each token and each entry
-of the vocabulary. For 2 x 2,048 tokens and a vocabulary of 128,256, each float32 copy takes 2.1 GB.
+**Why it is bad.** The logits are the largest activation of a language model. They have one value for each token and each entry of the
+vocabulary. For 2 x 2,048 tokens and a vocabulary of 128,256, each float32 copy takes 2.1 GB.
 
-**Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every output. If
-the model computes the loss, no operator uses the float32 copy of the logits. `unwrap_model(keep_fp32_wrapper=False)` also
-removes autocast. Megatron's `Float16Module(fp32_output=True)` casts every output; the loss then uses chunks of logits.
+**Why it happens.** `Accelerator.prepare` wraps the forward in `convert_outputs_to_fp32`, which casts every output. If the model computes
+the loss, no operator uses the float32 copy of the logits. `unwrap_model(keep_fp32_wrapper=False)` also removes autocast. Megatron's
+`Float16Module(fp32_output=True)` casts every output, although the loss uses the logits in chunks.
 
 **An example that costs**
 
@@ -22,12 +22,12 @@ removes autocast. Megatron's `Float16Module(fp32_output=True)` casts every outpu
     for rows, targets in zip(logits.split(1024), labels.split(1024)):
         loss = loss + F.cross_entropy(rows.float(), targets)
 
-**What is not reported.** A float32 copy that a loss uses as a whole is not reported, because softmax and loss need
-float32. If the check did not trace a script's loss, copies that this loss may use are not reported. The rule ignores
-copies below 1 % of the step's peak memory; copies below 5 % get a note.
+**What is not reported.** The rule does not report a float32 copy that a loss uses as a whole, because softmax and loss need float32. If the
+check did not trace the loss of a script, the rule does not report copies that this loss may use. The rule ignores copies below 1 % of the
+step's peak memory, and reports copies below 5 % as a note.
 
-**How safe is the fix?** Safe: softmax and loss still compute in float32. If no operator uses the copies, you leave out
-the cast, and the outputs stay in 16 bits.
+**How safe is the fix?** The fix is safe, because softmax and loss still compute in float32. If no operator uses the copies, you remove the
+cast, and the outputs stay in 16 bits.
 
 **Seen in** huggingface/accelerate #3477, #3620; radixark/miles #2764.
 """
@@ -98,11 +98,11 @@ def _finding(trace: Trace, casts: Sequence[costs.Cast], size: int, unread: bool)
     first = casts[0]
     wide, narrow = dtype_name(first.after), dtype_name(first.before)
     what = "no operator uses the copies" if unread else "the loss uses the copies piece by piece"
-    how = f"split the outputs first, then cast each piece to {wide}"
+    how = f"split the outputs first, and then cast each piece to {wide}"
     if unread:
-        how = f"keep the outputs in {narrow}: drop the cast"
+        how = f"keep the outputs in {narrow}: remove the cast"
     if unread and "accelerate/utils/operations.py" in first.call.source:
-        how = "with transformers' Trainer, write use_liger_kernel=True, which computes the loss without logits; with your own loop, unwrap the model with keep_fp32_wrapper=False, and call it under torch.autocast"
+        how = "with transformers' Trainer, set use_liger_kernel=True, which computes the loss without logits; with your own loop, unwrap the model with keep_fp32_wrapper=False, and call it under torch.autocast"
     where, peak = short(first.call.source), trace.memory.peak
     return finding_at(
         "warning" if size >= _WARNING_SHARE * peak else "note",

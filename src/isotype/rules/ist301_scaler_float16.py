@@ -1,17 +1,16 @@
 """GradScaler with float16 trainable parameters
 
-**What it means.** A GradScaler gets float16 gradients. `unscale_` raises an error for them, because a division by the
-scale in float16 would turn small gradients into zero. A gradient has the dtype of its parameter, so the cause is a
-float16 parameter that is trained:
+**What it means.** A GradScaler gets float16 gradients. `GradScaler.unscale_` raises an error for float16 gradients, because a division by
+the loss scale in float16 would turn small gradients into zero. A gradient has the dtype of its parameter, so the cause is a trainable
+float16 parameter:
 
-- an adapter or a trained copy (`modules_to_save`) that was created in the base model's dtype;
+- an adapter or a trained copy (`modules_to_save`) that was created in the dtype of the base model;
 - an adapter that was cast together with its model (`.half()`);
 - an adapter from a float16 file.
 
-The rule also reports complex gradients (Fourier neural operators), for which `unscale_` has no kernel.
+The rule also reports complex gradients (Fourier neural operators), because `unscale_` has no kernel for them.
 
-**Why it is bad.** The run stops at its first optimizer step with `ValueError: Attempting to unscale FP16
-gradients.`
+**Why it is bad.** The training stops at its first optimizer step with `ValueError: Attempting to unscale FP16 gradients.`
 
 **An example that fails**
 
@@ -25,13 +24,13 @@ gradients.`
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
-**How safe is the fix?** Safe: the fix casts the trainable parameters to float32, which represents every float16 value.
-Frozen weights stay float16, so the step needs little more memory. For complex weights, you edit the model: a parameter
-of `torch.view_as_real(weight)` has the same values.
+**How safe is the fix?** The fix is safe: it casts the trainable parameters to float32, which represents every float16 value. Frozen weights
+stay float16, so the step needs little more memory. For complex weights, you edit the model so that it trains `torch.view_as_real(weight)`,
+which has the same values.
 
-**Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268;
-yk7333/d3po #6; koda-dernet/Side-Step #39; mk-minchul/AdaFace #127; QwenAudio/FunMusic #28; pytorch/pytorch #58228;
-SJTU-DMTai/LIFT #9; Lightning-AI/pytorch-lightning #5140, #7078; huggingface/accelerate #1778.
+**Seen in** huggingface/peft #1249, #1706, #341; huggingface/diffusers #5004, #6514; oobabooga/textgen #5268; yk7333/d3po #6;
+koda-dernet/Side-Step #39; mk-minchul/AdaFace #127; QwenAudio/FunMusic #28; pytorch/pytorch #58228; SJTU-DMTai/LIFT #9;
+Lightning-AI/pytorch-lightning #5140, #7078; huggingface/accelerate #1778.
 """
 
 import torch
@@ -64,8 +63,8 @@ def find(trace: Trace) -> Findings:
         fixes = (fix(text, "input", places, "float32"), *fixes)
     if len(cast) == len(half):
         name, before = next(iter(cast.items()))
-        cause = f"{name} is cast from {dtype_name(before)} to float16 by the step's own code"
-    message = f"GradScaler refuses the float16 gradients of {count(half)} of {count(trained(trace))} trainable parameters"
+        cause = f"the code of the step casts {name} from {dtype_name(before)} to float16"
+    message = f"GradScaler does not accept the float16 gradients of {count(half)} of {count(trained(trace))} trainable parameters"
     notes = device_error("Attempting to unscale FP16 gradients.")
     yield finding_of("error", message, half, cause=cause, notes=notes, fixes=fixes, **_UNSCALES)
 

@@ -1,12 +1,11 @@
 """GradScaler without float16
 
-**What it means.** A GradScaler runs in a step that does not use float16, or gets the gradients of bfloat16 parameters.
-A GradScaler multiplies the loss, because small gradients would become zero in float16. bfloat16 and float32 have
-numbers down to 1e-38, so they need no scaling.
+**What it means.** A GradScaler runs in a step that does not use float16, or it gets the gradients of bfloat16 parameters. A GradScaler
+multiplies the loss, because small gradients would become zero in float16. bfloat16 and float32 represent numbers down to 1e-38, so they
+need no loss scaling.
 
-**Why it is bad.** On CUDA, a trainable bfloat16 parameter ends the run with
-`"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`. In other steps, a GradScaler has no
-benefit, and it skips steps whose scaled gradients are infinite.
+**Why it is bad.** On CUDA, a trainable bfloat16 parameter ends the run with `"_amp_foreach_non_finite_check_and_unscale_cuda" not
+implemented for 'BFloat16'`. In other steps, a GradScaler has no benefit, but it skips steps whose scaled gradients are infinite.
 
 **An example that fails**
 
@@ -18,11 +17,11 @@ benefit, and it skips steps whose scaled gradients are infinite.
     SFTConfig(bf16=True)                                   # no GradScaler
     # if the device has no bfloat16: keep fp16=True, and cast the adapters to float32
 
-**How safe is the fix?** Safe: without the GradScaler, a bfloat16 run has the same gradients. A cast of the parameters
-to float32 keeps every value.
+**How safe is the fix?** The fix is safe, because a bfloat16 training has the same gradients without a GradScaler. A cast of the parameters
+from bfloat16 to float32 keeps every value.
 
-**Seen in** huggingface/trl #4901; pytorch/pytorch #127176; Comfy-Org/ComfyUI #13124;
-AttentionX/InstructBLIP_PEFT #3; unslothai/unsloth #4005.
+**Seen in** huggingface/trl #4901; pytorch/pytorch #127176; Comfy-Org/ComfyUI #13124; AttentionX/InstructBLIP_PEFT #3;
+unslothai/unsloth #4005.
 """
 
 import torch
@@ -33,7 +32,7 @@ from isotype.rules.kit.weight_sets import counted, float32_masters, trained
 from isotype.rules.kit.words import device_error
 
 _REFUSAL = "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
-_ACCEPTED = "CUDA's GradScaler refuses bfloat16 gradients; this device accepts them, but bfloat16 needs no loss scaling"
+_ACCEPTED = "GradScaler raises an error for bfloat16 gradients on CUDA, but not on this device; bfloat16 needs no loss scaling"
 
 
 def find(trace: Trace) -> Findings:

@@ -1,11 +1,11 @@
 """float16 training without loss scaling
 
-**What it means.** The backward runs in float16 without loss scaling. float16's smallest number is 6e-8, so smaller
-gradients become zero.
+**What it means.** The backward runs in float16 without loss scaling. The smallest number of float16 is 6e-8, so smaller gradients become
+zero.
 
-**Why it is bad.** Small gradients are lost without a warning. If the trained weights are float16 as well, Adam's
-epsilon of 1e-8 becomes zero. A weight with a zero gradient then gets the update 0 / 0 = NaN, for example the rows of an
-embedding that the batch does not use. The finding is then an error. Fused Adam divides in float32, and returns no NaN.
+**Why it is bad.** Small gradients are lost without a warning. If the trained weights are float16 as well, Adam's epsilon of 1e-8 becomes
+zero. A weight with a zero gradient then gets the update 0 / 0 = NaN, for example the rows of an embedding that the batch does not use. Such
+a NaN makes the finding an error. Fused Adam divides in float32, so it returns no NaN.
 
 **An example that fails**
 
@@ -20,11 +20,11 @@ embedding that the batch does not use. The finding is then an error. Fused Adam 
         loss = model(**batch).loss
     scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()
 
-**How safe is the fix?** Safe: a GradScaler multiplies the loss by a power of two, and later divides the gradients by
-the same number. Neither rounds. A cast of the parameters to float32 keeps every value.
+**How safe is the fix?** The fix is safe: a GradScaler multiplies the loss by a power of two, and later divides the gradients by the same
+number. Neither rounds. A cast of the parameters to float32 keeps every value.
 
-**Seen in** google/gemma_pytorch #24; Lightning-AI/lit-llama #230; koda-dernet/Side-Step #39;
-huggingface/sentence-transformers #3233; afiaka87/glide-finetune #5; matanbt/TROPT #8.
+**Seen in** google/gemma_pytorch #24; Lightning-AI/lit-llama #230; koda-dernet/Side-Step #39; huggingface/sentence-transformers #3233;
+afiaka87/glide-finetune #5; matanbt/TROPT #8.
 """
 
 import math
@@ -56,9 +56,11 @@ def find(trace: Trace) -> Findings:
             unused = spoiled[0]
             amount = counted(spoiled, "parameter")
             message += f": the first update makes values of {amount} NaN or infinite"
-            notes.append("Adam's epsilon of 1e-8 and the squares of small gradients are zero in float16")
+            notes.append("Adam's epsilon of 1e-8 and the squares of small gradients become zero in float16")
         elif epsilon := _zero_epsilon(trace):
-            notes.append(f"Adam's epsilon of {epsilon:g} is zero in float16: a zero gradient becomes 0 / 0")
+            notes.append(
+                f"Adam's epsilon of {epsilon:g} is zero in float16, so a zero gradient becomes 0 / 0"
+            )
             unused = next(_unused_rows(trace, half), None)
             if unused is not None:
                 message += f": the first update turns rows of {unused.name} into NaN"
@@ -82,9 +84,9 @@ def find(trace: Trace) -> Findings:
 
 
 def _zero_epsilon(trace: Trace) -> float:
-    """Return the positive number that an optimizer adds in float16, where it becomes zero; 0.0 without such a number.
+    """Return the positive epsilon that an optimizer adds in float16, where it becomes zero; 0.0 if there is none.
 
-    A fused kernel adds the epsilon in float32, so it does not round the epsilon to zero.
+    A fused kernel adds the epsilon in float32, where the epsilon does not become zero.
     """
     sums = (c for c in trace.calls if c.phase == "optimizer" and ".add_." in c.op.replace("_foreach_", ""))
     added = (number for c in sums if c.operands[0].dtype == torch.float16 for _, number in c.numbers)
@@ -92,7 +94,7 @@ def _zero_epsilon(trace: Trace) -> float:
 
 
 def _unused_rows(trace: Trace, half: Sequence[Weight]) -> Iterator[Weight]:
-    """Yield the embeddings with more rows than the batch has tokens, except embeddings that are tied to a head."""
+    """Yield the embeddings that have more rows than the batch has tokens, except embeddings that are tied to a head."""
     for call in trace.calls:
         if call.op == "aten.embedding.default" and call.phase == "forward":
             table, tokens = call.operands[:2]

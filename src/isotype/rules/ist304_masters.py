@@ -1,11 +1,11 @@
 """Trainable parameters in another dtype than the policy's master dtype
 
-**What it means.** Trainable parameters do not have the master dtype: the dtype that the precision policy requests for
-them. A trainer cast them: for example, TRL casts every trainable parameter of a quantized model to bfloat16. Or a
-loader cast them to float32. Or PEFT created them in the base model's dtype.
+**What it means.** Trainable parameters do not have the master dtype. The precision policy requests this dtype for all trainable parameters.
+The cause may be a trainer's cast. For example, TRL casts every trainable parameter of a quantized model to bfloat16. The code that loads a
+model may also cast parameters to float32. PEFT may create adapters in the dtype of the base model.
 
-**Why it is bad.** A 16-bit parameter loses small updates (IST801). A 32-bit parameter takes twice the memory of a
-16-bit parameter. Under float16 autocast, bfloat16 parameters have 8 significant bits, but float16 matmuls can use 11.
+**Why it is bad.** A 16-bit parameter loses small updates (IST801). A 32-bit parameter takes twice the memory of a 16-bit parameter. Under
+float16 autocast, bfloat16 parameters provide only 8 of the 11 significant bits that float16 matmuls use.
 
 **An example that fails**
 
@@ -17,11 +17,10 @@ loader cast them to float32. Or PEFT created them in the base model's dtype.
 
     trainer.add_callback(isotype.PrecisionCallback())      # casts to the model's policy when training begins
 
-**How safe is the fix?** Safe: a cast of 16-bit parameters to float32 keeps every value. A cast to a narrower master
-dtype is safe if that dtype represents every value; otherwise it is unsafe.
+**How safe is the fix?** A cast of 16-bit parameters to float32 is safe, because float32 keeps every value. A cast to a narrower master
+dtype is safe only if that dtype represents every value.
 
-**Seen in** huggingface/trl #1644; unslothai/unsloth #4005; huggingface/peft #2421; axolotl-ai-cloud/axolotl
-#3310.
+**Seen in** huggingface/trl #1644; unslothai/unsloth #4005; huggingface/peft #2421; axolotl-ai-cloud/axolotl #3310.
 """
 
 import torch

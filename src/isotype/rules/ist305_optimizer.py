@@ -1,12 +1,12 @@
 """Mixed dtypes in the optimizer's step
 
-**What it means.** An optimizer step mixes dtypes. Either a kernel gets a parameter, its gradient and its moments in
-different dtypes, or some trainable parameters are float32 and other trainable parameters are 16-bit. Or
-`load_state_dict` of the optimizer has cast its states to another dtype (only in `isotype run`).
+**What it means.** An optimizer step mixes dtypes. Either a kernel gets a parameter, its gradient and its moments in different dtypes, or
+some trainable parameters are float32 and other trainable parameters are 16-bit. Or `load_state_dict` of the optimizer has cast its states
+to another dtype (only in `isotype run`).
 
-**Why it is bad.** In the first case, a fused kernel raises an error. In the second, the 16-bit parameters lose small
-updates. In the third, float32 states of 16-bit parameters lose digits, and the resumed training differs. In float16,
-small values of Adam's second moment become zero.
+**Why it is bad.** In the first case, a fused kernel raises an error. In the second, the 16-bit parameters lose small updates. In the third,
+float32 states of 16-bit parameters lose digits, and the resumed training differs. In float16, small values of Adam's second moment become
+zero.
 
 **An example that fails**
 
@@ -17,9 +17,9 @@ small values of Adam's second moment become zero.
 
     torch.optim.AdamW(model.parameters())                   # or gradients in the parameters' dtype
 
-**How safe is the fix?** Safe: an AdamW that is not fused computes the same update. Casts of gradients or parameters to
-float32 keep every value. If the moments have another dtype, create the optimizer after the last cast of the model. After a load,
-assign the states again: `optimizer.state[parameter]["exp_avg"] = saved["state"][index]["exp_avg"]`.
+**How safe is the fix?** The fix is safe: an AdamW that is not fused computes the same update. Casts of gradients or parameters to float32
+keep every value. If the moments have another dtype, create the optimizer after the last cast of the model. After a load, assign the states
+again: `optimizer.state[parameter]["exp_avg"] = saved["state"][index]["exp_avg"]`.
 
 **Seen in** pytorch/pytorch #110758; NVIDIA/TransformerEngine #3358; deepspeedai/DeepSpeed #7746; HomebrewML/HeavyBall #26;
 pytorch/pytorch #43706; facebookresearch/fairscale #50; pytorch/torchtitan #4615.
@@ -115,7 +115,7 @@ def _refused(trace: Trace, broken: list[Call]) -> Finding:
 
 
 def _entry(operand: Operand) -> str:
-    """Return the index in `operand.role`: `[3]` for `grads[3]`. A parameter and its gradient have the same index."""
+    """Return the index in `operand.role`, such as `[3]` in `grads[3]`. A parameter and its gradient have the same index."""
     return "".join(operand.role.partition("[")[1:])
 
 
@@ -148,7 +148,7 @@ def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Fixes:
     unlike = {name: dtype for operand, name, dtype in owned if operand.dtype != dtype}
     if unlike:
         changes = (Action("gradient", starred(name), dtype_name(dtype)) for name, dtype in unlike.items())
-        text = "accumulate each gradient in its parameter's dtype"
+        text = "accumulate each gradient in the dtype of its parameter"
         yield Fix(text, "safe", actions=tuple(dict.fromkeys(changes)))
     if mismatched.origin.kind == "outside":
         how = "create the optimizer after the last cast of the model, or load the optimizer's state again"

@@ -1,16 +1,16 @@
 """Autocast to another dtype than the policy's compute dtype
 
-**What it means.** The step runs under autocast to another dtype than the precision policy's compute dtype. Or a step
-has no autocast, although accelerate's `mixed_precision` requests it, or earlier steps of an `isotype run` had it.
+**What it means.** The step runs under autocast, but to another dtype than the compute dtype of the precision policy. The rule also reports
+a step without autocast if accelerate's `mixed_precision` requests autocast, or if earlier steps of an `isotype run` used it.
 
-**Why it happens.** A trainer sets `fp16=True` by default, or the script does not pass its `--bf16` or `--fp16` flag to
-the trainer. `unwrap_model(model, keep_fp32_wrapper=False)` removes accelerate's autocast from the forward.
+**Why it happens.** A trainer sets `fp16=True` by default, or the script does not pass its `--bf16` or `--fp16` flag to the trainer.
+`unwrap_model(model, keep_fp32_wrapper=False)` removes accelerate's autocast from the forward.
 
 **Why it is bad.**
 
 - With float16 instead of bfloat16, numbers above 65,504 overflow.
 - With bfloat16 instead of float16, the step is slow on devices that emulate bfloat16 in software.
-- Without autocast, the step runs in float32: it is slower and takes more memory, but no error is raised.
+- Without autocast, the step runs in float32. It is slower and takes more memory, but no error is raised.
 
 **An example that fails**
 
@@ -20,7 +20,7 @@ the trainer. `unwrap_model(model, keep_fp32_wrapper=False)` removes accelerate's
 
     TrainingArguments(bf16=args.bf16, fp16=args.fp16)
 
-**How safe is the fix?** Safe: no stored weight changes. The results change slightly, because the step rounds to another
+**How safe is the fix?** The fix is safe, because no stored weight changes. The results change slightly, because the step rounds to another
 dtype.
 
 **Seen in** oobabooga/textgen #3460; huggingface/trl #3598; huggingface/accelerate #2846.

@@ -1,24 +1,24 @@
 """Trainable parameters that get no gradient
 
-**What it means.** Trainable parameters get no gradient in the backward: the forward uses them with gradients off, the
-loss does not depend on them, or their gradients are removed. Or all parameters of an adapter are frozen.
+**What it means.** Trainable parameters get no gradient in the backward. Either the forward uses them with gradients off, or the loss does
+not depend on them, or code removes their gradients. The rule also reports a step in which all parameters of an adapter are frozen.
 
-**Why it is bad.** If no parameter has a gradient, `backward` raises `element 0 of tensors does not require grad and
-does not have a grad_fn`. Or a GradScaler raises `No inf checks were recorded for this optimizer`. If only some
-parameters have a gradient, there is no error, but the parameters without a gradient never change.
+**Why it is bad.** If no parameter has a gradient, `backward` raises `element 0 of tensors does not require grad and does not have a
+grad_fn`. A GradScaler raises `No inf checks were recorded for this optimizer` in the same case. If only some parameters have a gradient,
+there is no error, but the parameters without a gradient never change.
 
-**Why it happens.** One of these:
+**Why it happens.** The cause is one of these:
 
-- Reentrant gradient checkpointing (`use_reentrant=True`, or DeepSpeed's) computes gradients only if an input of the
-  checkpointed layer requires a gradient. The output of a frozen embedding requires none.
-- `PeftModel.from_pretrained` loaded an adapter for inference, or `prepare_model_for_kbit_training` ran after
-  `get_peft_model` and froze the adapter. `enable_input_require_grads` hides the error, but the adapter is not trained.
-- Code freezes parameters between their forward and the backward, as PEFT's `set_adapter` freezes all other adapters.
-- The loss, or a result inside of the model, was detached, or a tower runs under `torch.no_grad()`.
-- One term of the loss was detached, or is a number (`item()`): only the other terms train (only in `isotype run`).
-- The loss has several elements, such as one for each token (`reduction="none"`): `backward` raises `grad can be
-  implicitly created only for scalar outputs`.
-- `zero_grad()` runs between the backward and the optimizer's step (only in `isotype run`).
+- Reentrant gradient checkpointing (`use_reentrant=True`, or DeepSpeed's) computes gradients only if an input of the checkpointed layer
+  requires a gradient. The output of a frozen embedding requires no gradient.
+- `PeftModel.from_pretrained` loads an adapter for inference by default. `prepare_model_for_kbit_training` freezes an adapter if it runs
+  after `get_peft_model`. `enable_input_require_grads` hides the error, but does not make an adapter trainable.
+- Code freezes parameters between the forward and the backward, as PEFT's `set_adapter` freezes all other adapters.
+- Code detaches the loss or a result inside of the model, or runs a vision tower under `torch.no_grad()`.
+- Code detaches one term of the loss or reads it with `item()`, so that only the other terms train (reported only by `isotype run`).
+- The loss has several elements, such as one for each token (`reduction="none"`), so `backward` raises `grad can be implicitly created only
+  for scalar outputs`.
+- `zero_grad()` runs between the backward and the optimizer's step (reported only by `isotype run`).
 
 **An example that fails**
 
@@ -31,19 +31,19 @@ parameters have a gradient, there is no error, but the parameters without a grad
     model.enable_input_require_grads()                         # or use_reentrant=False
     PeftModel.from_pretrained(base, path, is_trainable=True)   # to continue training an adapter
 
-**What is not reported.** The rule does not report parameters that the step does not use, such as experts that get no
-tokens. Parameters of the base model that do not affect the loss are reported only if a line of your code detaches
-values that are computed with them. Adapters that do not affect the loss, such as those in the pooling head of a vision
-tower, get only a note. If code removes the gradients of only some parameters, the rule reports nothing.
+**What is not reported.** The rule does not report parameters that the step does not use, such as experts that get no tokens. Parameters of
+the base model that do not affect the loss are reported only if a line of your code detaches values that depend on them. The rule reports
+adapters that do not affect the loss, such as those in the pooling head of a vision tower, only as a note. If code removes the gradients of
+only some parameters, the rule reports nothing.
 
-**How safe is the fix?** Safe: no fix changes a stored weight or a value of the forward. `isotype.repair` can make
-hidden states require gradients, and can unfreeze an adapter. You make the other fixes in your code, such as
-`loss.mean()`, or a loss without `detach()`.
+**How safe is the fix?** All fixes are safe: they change no stored weight and no value of the forward. `isotype.repair` can make hidden
+states require gradients, and can unfreeze an adapter. You apply the other fixes in your code, such as `loss.mean()`, or a loss without
+`detach()`.
 
 **Seen in** ostris/ai-toolkit #1054; huggingface/peft #2826; huggingface/transformers #32084; lm-sys/FastChat #581; microsoft/LoRA #120;
-cloneofsimo/lora #26, #263; dropbox/hqq #41; locuslab/open-unlearning #178; brian6091/Dreambooth #23;
-LlamaChinese/Llama-Chinese #242; unslothai/unsloth #5039; sacmehta/EdgeNets #14;
-guopengf/FL-MRCM #10; bboylyg/NAD #8; thuml/predrnn-pytorch #11; somuchtome/SimAC #3; SheldonTsui/GOF_NeurIPS2021 #2.
+cloneofsimo/lora #26, #263; dropbox/hqq #41; locuslab/open-unlearning #178; brian6091/Dreambooth #23; LlamaChinese/Llama-Chinese #242;
+unslothai/unsloth #5039; sacmehta/EdgeNets #14; guopengf/FL-MRCM #10; bboylyg/NAD #8; thuml/predrnn-pytorch #11; somuchtome/SimAC #3;
+SheldonTsui/GOF_NeurIPS2021 #2.
 """
 
 import math
@@ -65,8 +65,8 @@ CLAIMS = (Claim("step", lambda broken: broken.call.op in GRADIENTLESS),)
 
 def find(trace: Trace) -> Findings:
     for cut, added in trace.lost_terms:
-        how = f"leave out detach(), .data, item() or torch.tensor() at {short(cut)}"
-        message = "a term of the loss has no gradient: it changes the printed loss, but trains nothing"
+        how = f"remove detach(), .data, item() or torch.tensor() at {short(cut)}"
+        message = "a term of the loss has no gradient: it changes the value of the loss, but trains nothing"
         cause = f"the term's value is detached at {short(cut)}, and added to the loss at {short(added)}"
         yield Finding("warning", message, source=added, cause=cause, fixes=(advice(cut, how),))
     refused = next((call for call in trace.breaches() if call.op in GRADIENTLESS), None)
@@ -93,12 +93,14 @@ def find(trace: Trace) -> Findings:
     left_out = _left_out(trace, ignored)
     unused = [weight for weight in ignored if weight.adapter and weight not in left_out]
     if left_out and refused is None:
-        how = "let the recomputation use the same parameters as the forward: switch no adapter off before the backward ends (with use_reentrant=False, checkpointing raises an error for such a change)"
-        cause = f"the forward uses {_named(left_out)}; the recomputation of gradient checkpointing does not"
+        how = "let the recomputation use the same parameters as the forward, and disable no adapter before the backward ends (with use_reentrant=False, checkpointing raises an error for such a change)"
+        cause = (
+            f"the forward uses {_named(left_out)}, but the recomputation of gradient checkpointing does not"
+        )
         yield _finding(trace, None, left_out, cause, (advice("use_reentrant", how),))
     if unused and refused is None and trace.reached:  # the pooling head of a vision tower
-        how = "leave these modules out of target_modules (exclude_modules names them): their adapters are never trained"
-        cause = f"the loss does not depend on what is computed with {_named(unused)}"
+        how = "exclude these modules from target_modules (exclude_modules=…), because their adapters are never trained"
+        cause = f"the loss does not depend on results that are computed with {_named(unused)}"
         finding = _finding(trace, None, unused, cause, (advice("exclude_modules", how),))
         yield replace(finding, severity="note")
     adapted = any(weight.adapter for weight in trace.weights)
@@ -113,7 +115,7 @@ def _not_scalar(refused: Call) -> Finding:
         "error",
         f"the loss has {plural(math.prod(shape), 'element')}: backward raises",
         [refused],
-        cause=f"the loss function returns a tensor of the shape {list(shape)}",
+        cause=f"the loss function returns a tensor of shape {list(shape)}",
         notes=device_error(refused.refusal),
         fixes=(advice("loss", "return a scalar, such as loss.mean()"),),
     )
@@ -141,7 +143,7 @@ def _finding(
 
 
 def _in_function(trace: Trace, first: Unreached, named: str) -> tuple[str, list[Fix]]:
-    """Return (cause, fixes) for parameters in an `autograd.Function`, such as reentrant checkpointing."""
+    """Return (cause, fixes) for parameters that an `autograd.Function` uses, such as reentrant checkpointing."""
     cause = f"{first.function} runs {named}{at(first.source)} with gradients off, and no input of the function requires a gradient"
     embeddings = [name for name in first.behind if "Embedding" in trace.modules.get(name, "")]
     fixes = [
@@ -159,7 +161,8 @@ def _without_gradients(trace: Trace, first: Unreached, named: str) -> tuple[str,
 
 
 def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: str) -> Finding:
-    """Return a finding for weights without gradients: the line `cut` detaches values, or ("") code removes them."""
+    """Return a finding for weights without gradients. Either the line `cut` detaches values, or code removes the
+    gradients (`cut` is "")."""
     if cut:
         whole = count(weights) == count(trained(trace))
         values = f"values that are computed with {_named(weights)} are detached"
@@ -168,13 +171,13 @@ def _lost(trace: Trace, refused: Call | None, weights: Sequence[Weight], cut: st
         return _finding(trace, refused, weights, cause, (advice(cut, how),))
     cause = "zero_grad() or `grad = None` runs between the backward and the optimizer's step"
     fixes = (advice("zero_grad", "call zero_grad() before the backward"),)
-    return _finding(trace, refused, weights, cause, fixes, "the optimizer's step finds no gradient of")
+    return _finding(trace, refused, weights, cause, fixes, "the optimizer's step gets no gradient of")
 
 
 def _frozen(trace: Trace, refused: Call | None, weights: Sequence[Weight], line: str) -> Finding:
-    """Return a finding for weights that the forward uses, and that the line freezes before the backward."""
-    cause = f"{short(line)} sets requires_grad of {_named(weights)} to False after the forward has used them"
-    how = f"set requires_grad to True again at {short(line)}, or freeze nothing before the backward ends"
+    """Return a finding for weights that the forward uses, and that the code at `line` freezes before the backward."""
+    cause = f"the code at {short(line)} sets requires_grad of {_named(weights)} to False after the forward has used them"
+    how = f"set requires_grad to True again at {short(line)}, or freeze no weight before the backward ends"
     if any(weight.adapter for weight in weights):
         how += "; set_adapter() freezes all other adapters"
     finding = _finding(trace, refused, weights, cause, (advice(line, how),))
@@ -183,7 +186,7 @@ def _frozen(trace: Trace, refused: Call | None, weights: Sequence[Weight], line:
 
 
 def _left_out(trace: Trace, ignored: Iterable[Weight]) -> list[Weight]:
-    """Return the parameters in `ignored` whose layer is recomputed without them."""
+    """Return the parameters in `ignored` that the recomputation of their layer does not use."""
     recomputed = [call for call in trace.calls if call.recomputed]
     layers = {layer_of(call.module) for call in recomputed} - {""}
     used = {operand.origin.name for call in recomputed for operand in call.operands}
@@ -203,7 +206,7 @@ def _none_reached(trace: Trace, refused: Call | None) -> Finding:
             advice("is_trainable", "PeftModel.from_pretrained(model, path, is_trainable=True)", "True"),
         ]
         if any(quantized(trace)):
-            how = "call prepare_model_for_kbit_training, which freezes all parameters, before get_peft_model"
+            how = "call prepare_model_for_kbit_training before get_peft_model, because it freezes all parameters"
             fixes.append(advice("prepare_model_for_kbit_training", how))
         finding = _finding(trace, refused, frozen, "the adapter is frozen", fixes)
         why = "backward raises" if refused else "the step trains nothing"

@@ -1,21 +1,20 @@
 """Training settings that have no effect
 
-**What it means.** A setting of the training has no effect, or not the effect that its author expects:
+**What it means.** A setting of the training has no effect, or another effect than its author expects. There are these cases:
 
-- A trainable parameter has a gradient, but no optimizer has this parameter. This also happens in a second
-  `trainer.train()`, which uses the first one's optimizer, if the model has changed.
-- `requires_grad` is set on a module or is misspelt. It is then a plain attribute that torch never reads.
-- The code gives a config an argument that is misspelt. Quantization configs and model configs of transformers accept
-  any argument, and the argument that was meant keeps its default.
+- A trainable parameter has a gradient, but no optimizer updates this parameter. The same happens in a second `trainer.train()` after the
+  model has changed, because it uses the optimizer of the first.
+- Code sets `requires_grad` on a module, or misspells the attribute. The value is then a plain Python attribute that torch never reads.
+- Code gives a config a misspelled argument. Quantization configs and model configs of transformers accept any argument, and the intended
+  argument keeps its default.
 - Some of the names in PEFT's `target_modules` or `modules_to_save` match no module.
-- Linear layers have adapters, but stacked experts (one parameter for all experts) do not. PEFT's `all-linear` adapts
-  the experts of Qwen3-MoE, but not those of gpt-oss. The report has only a note, because this may be intended.
-- Gradient checkpointing is on, but the model is in eval mode, in which `from_pretrained` returns it. The layers of
-  transformers recompute only in training mode.
+- Linear layers have adapters, but stacked experts (one parameter for all experts) do not. PEFT's `all-linear` adapts the experts of
+  Qwen3-MoE, but not the experts of gpt-oss. The rule reports experts without adapters only as a note, because this may be intended.
+- Gradient checkpointing is enabled, but the model is in eval mode. `from_pretrained` returns models in eval mode. Layers of transformers
+  use gradient checkpointing only in training mode.
 
-**Why it is bad.** No error is raised, but a parameter that should be trained never changes, or a parameter that should
-be frozen changes. The gradients of parameters without an optimizer cost memory and time. In eval mode, the backward
-keeps all activations, and dropout is off.
+**Why it is bad.** No error is raised, but a parameter that should be trained never changes, or a parameter that should be frozen changes.
+The gradients of parameters without an optimizer cost memory and time. In eval mode, the backward keeps all activations, and dropout is off.
 
 **An example that costs**
 
@@ -29,16 +28,15 @@ keeps all activations, and dropout is off.
     model.encoder.requires_grad_(False)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
 
-**What is not reported.** The rule ignores parameters with a master copy that an optimizer updates. `isotype check`
-knows only the optimizer of a trainer (`trainer.optimizer`) or the argument `optimizer=`. Only `isotype run` reports
-gradient checkpointing in eval mode, because `isotype check` sees no calls of `eval()`.
+**What is not reported.** The rule ignores parameters that have a master copy which an optimizer updates. `isotype check` knows only the
+optimizer of a trainer (`trainer.optimizer`) and the argument `optimizer=`. Only `isotype run` reports gradient checkpointing in eval mode,
+because `isotype check` does not see calls of `eval()`.
 
-**How safe is the fix?** Safe: you edit the code, so that the setting does what its line says. If more parameters are
-trained, the step takes more memory. `model.train()` also turns dropout on.
+**How safe is the fix?** The fix is safe: you edit the code so that the setting has the effect that it describes. If more parameters are
+trained, the step takes more memory. `model.train()` also enables dropout.
 
-**Seen in** microsoft/nni #4521; zjunlp/HVPNeT #5; CSCYQJ/MICCAI23-ProtoContra-SFDA #18;
-udacity/deep-learning-v2-pytorch #12; huggingface/diffusers #4733; huggingface/trl #6773, #6775; bghira/SimpleTuner #766;
-huggingface/diffusers #9850; huggingface/peft #1303.
+**Seen in** microsoft/nni #4521; zjunlp/HVPNeT #5; CSCYQJ/MICCAI23-ProtoContra-SFDA #18; udacity/deep-learning-v2-pytorch #12;
+huggingface/diffusers #4733; huggingface/trl #6773, #6775; bghira/SimpleTuner #766; huggingface/diffusers #9850; huggingface/peft #1303.
 """
 
 import math
@@ -57,7 +55,7 @@ def find(trace: Trace) -> Findings:
     how = "create the optimizer with all parameters to train, after the last change of the model; freeze the others (requires_grad_(False)) to save memory"
     if trace.idle_step:
         number, line = trace.idle_step
-        cause = f"none of its {plural(number, 'parameter')} has a gradient anymore: other parameters are trained now, as after set_adapter(), or the model was replaced"
+        cause = f"none of the optimizer's {plural(number, 'parameter')} has a gradient anymore: other parameters are trained now, as after set_adapter(), or the model was replaced"
         message = "the optimizer's steps change nothing"
         fixes = (advice("optimizer", how),)
         yield warning(message, phase="optimizer", source=line, cause=cause, fixes=fixes)
@@ -73,7 +71,7 @@ def find(trace: Trace) -> Findings:
         yield warning(
             f"{attribute} = {value} has no effect: {counted(weights, 'parameter', 'stay')} {'frozen' if value else 'trainable'}",
             module=weights[0].module,
-            cause=f"{attribute} is a plain attribute, which torch never reads",
+            cause=f"{attribute} is a plain Python attribute, which torch never reads",
             fixes=(advice(attribute, how),),
         )
     for config, argument, meant, line in trace.misspelt:
@@ -81,7 +79,7 @@ def find(trace: Trace) -> Findings:
             f"{argument}, an argument of {config}, has no effect",
             source=line,
             cause=f"{config} has no argument of this name and raises no error; {meant} keeps its default",
-            fixes=(advice(argument, f"write {meant} in place of {argument}"),),
+            fixes=(advice(argument, f"replace {argument} by {meant}"),),
         )
     if trace.unmatched:
         yield warning(
@@ -93,7 +91,7 @@ def find(trace: Trace) -> Findings:
         yield warning(
             "gradient checkpointing has no effect: the model is in eval mode",
             cause=f"{listed(trace.idle_checkpoints, 1)}: gradient_checkpointing is True, but training is False",
-            fixes=(advice("train", "call model.train() before the first step; this also turns dropout on"),),
+            fixes=(advice("train", "call model.train() before the first step, which also enables dropout"),),
         )
     stacks = [w for w in trace.weights if len(w.shape) == 3 and EXPERT.search(w.name) and is_frozen_base(w)]
     frozen = [weight for weight in stacks if ".base_layer." not in weight.name]

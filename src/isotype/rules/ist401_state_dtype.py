@@ -1,13 +1,12 @@
 """A quantization state whose dtype is not its layer's compute dtype
 
-**What it means.** The quantization state of a 4-bit layer (`weight.quant_state`) contains the dtype to which the weight
-is dequantized. This dtype is not the layer's compute dtype. It comes from the checkpoint, and neither `dtype=` at
+**What it means.** The quantization state of a 4-bit layer (`weight.quant_state`) stores a dtype: dequantizing the weight returns this
+dtype. The stored dtype differs from the compute dtype of the layer. The stored dtype comes from the checkpoint, and neither `dtype=` at
 loading nor `.to()` changes it.
 
-**Why it is bad.** bitsandbytes' layer casts the dequantized weight at every call, and each cast copies the
-whole weight. Other code that dequantizes the weight, such as a fused LoRA kernel, gets the weight in one dtype and
-the activations in another. Then a matmul fails: `expected m1 and m2 to have the same dtype, but got:
-c10::Half != c10::BFloat16`.
+**Why it is bad.** The 4-bit layer of bitsandbytes casts the dequantized weight at every call, and each cast copies the whole weight. Other
+code that dequantizes the weight, such as a fused LoRA kernel, gets the weight in one dtype and the activations in another. A matmul then
+raises `expected m1 and m2 to have the same dtype, but got: c10::Half != c10::BFloat16`.
 
 **An example that fails**
 
@@ -18,8 +17,8 @@ c10::Half != c10::BFloat16`.
 
     layer.weight.quant_state.dtype = torch.bfloat16
 
-**How safe is the fix?** Safe: the fix changes only the dtype of the dequantized weight. The packed codes and their
-float32 scales do not change.
+**How safe is the fix?** The fix is safe, because it changes only the dtype of the dequantized weight. The packed codes and their float32
+scales do not change.
 
 **Seen in** unslothai/unsloth #4005, #4918; huggingface/diffusers #11270.
 """

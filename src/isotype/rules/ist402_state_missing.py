@@ -1,16 +1,16 @@
 """A quantized layer without its quantization state
 
-**What it means.** A quantized layer has packed codes without their quantization state (scales, code book, shape). A
-script or library has replaced the parameter by a plain tensor (`load_state_dict`, `setattr`), or by a copy without the
-parameter's attributes. Or `load_state_dict(…, strict=False)` has replaced the codes of a 4-bit layer: it does not read the
-states in the file, and the layer multiplies the new codes by the old scales. isotype sees such a load in `isotype run` and
-in `isotype check package.module:function`. Or an old version of bitsandbytes lost the state when FSDP2 gathered the
-parameter. Or the checkpoint lacks the weight, for example of a new head: transformers then makes a quantized layer with a
-float weight. Or a script makes quantized layers, and does not move them to a device, which quantizes their weights. On a
-CPU, PEFT's DoRA replaces an int8 weight by a copy without its scales in every forward.
+**What it means.** A quantized layer has packed codes without their quantization state (scales, code book, shape). A script or library has
+replaced the parameter by a plain tensor (`load_state_dict`, `setattr`), or by a copy without the attributes of the parameter.
+`load_state_dict(…, strict=False)` may also have replaced the codes of a 4-bit layer. It does not read the states in the file, so the layer
+multiplies the new codes by the old scales. isotype sees such a load in `isotype run` and in `isotype check package.module:function`. Old
+versions of bitsandbytes lose the state when FSDP2 gathers the parameter. If the checkpoint lacks a weight, such as the weight of a new
+head, transformers creates a quantized layer with a float weight. A script may also create quantized layers, and never move them to a
+device. bitsandbytes quantizes weights only in this move. On a CPU, PEFT's DoRA replaces an int8 weight by a copy without its scales in
+every forward.
 
-**Why it is bad.** The layer cannot compute: `'Parameter' object has no attribute 'quant_state'`, `quant_state
-is required` or a bare `AssertionError`. With the scales of other codes, the layer computes wrong values without an error.
+**Why it is bad.** The layer cannot compute. It raises `'Parameter' object has no attribute 'quant_state'`, `quant_state is required` or a
+bare `AssertionError`. With the scales of other codes, the layer computes wrong values without an error.
 
 **An example that fails**
 
@@ -20,10 +20,9 @@ is required` or a bare `AssertionError`. With the scales of other codes, the lay
 
     BitsAndBytesConfig(…, llm_int8_skip_modules=["head"])    # load again; skip layers whose weights your code replaces
 
-**How safe is the fix?** Safe: you load codes and scales again, because packed codes alone do not determine the scales.
+**How safe is the fix?** The fix is safe: you load codes and scales again, because packed codes alone do not determine the scales.
 
-**Seen in** haotian-liu/LLaVA #1028; axolotl-ai-cloud/axolotl #2992; bitsandbytes-foundation/bitsandbytes #825, #1067,
-#1946.
+**Seen in** haotian-liu/LLaVA #1028; axolotl-ai-cloud/axolotl #2992; bitsandbytes-foundation/bitsandbytes #825, #1067, #1946.
 """
 
 from isotype.core.dtypes import dtype_name
@@ -51,7 +50,7 @@ def find(trace: Trace) -> Findings:
         how = f"load the model with BitsAndBytesConfig(…, llm_int8_skip_modules={[*heads]})"
         are = counted(plain, "weight", "are")
         message = f"{are} not quantized, but the layer computes with packed codes"
-        cause = f"{base_name(plain[0].name)} is {dtype_name(plain[0].dtype)}: the checkpoint lacks it, or code replaced it"
+        cause = f"{base_name(plain[0].name)} is {dtype_name(plain[0].dtype)}: the checkpoint does not contain this weight, or code replaced it"
         yield finding_of("error", message, plain, cause=cause, fixes=(advice(plain[0].module, how),))
     if mixed := [weight for weight, _ in layers if weight.codes_set_at]:
         message = f"{counted(mixed, '4-bit weight', 'have')} new codes with the scales of the earlier codes"
@@ -80,7 +79,8 @@ def _copied_by_dora(trace: Trace) -> list[Weight]:
     """Return the int8 weights that PEFT's DoRA has copied in a forward on a CPU.
 
     In a layer's first forward, bitsandbytes moves the row scales from the weight to the layer. PEFT then replaces the
-    weight by a copy without scales, and the second forward uses the copy's scales. A boundary of isotype keeps the scales.
+    weight by a copy without scales, and the second forward needs the scales of this copy. isotype.model.boundary keeps the
+    scales in such a copy.
     """
     ran = {call.module.partition(_DORA)[0] for call in trace.calls if _DORA in call.module}
     adapted = {name.partition(_DORA)[0] for name in trace.modules if _DORA in name}

@@ -1,12 +1,12 @@
 """Packed codes used as a weight
 
-**What it means.** Code uses the packed codes of a quantized weight as if they were a plain weight. It multiplies or
-casts the codes, copies them into a plain layer, or casts activations to the dtype of the codes. Packed codes are stored
-as a column of bytes (4-bit weights), as int8 (8-bit weights), or as int32 (GPTQ).
+**What it means.** Code uses the packed codes of a quantized weight as if they were a plain weight. For example, code multiplies or casts
+the codes, copies them into a plain layer, or casts activations to the dtype of the codes. Packed codes are stored as a column of bytes
+(4-bit weights), as int8 (8-bit weights), or as int32 (GPTQ).
 
-**Why it is bad.** The step fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be multiplied
-(6x5120 and 1x2560)`, `got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex dtypes`. Or
-there is no error, but a cast has changed the codes, or has rounded the activations to integers.
+**Why it is bad.** The step fails with errors that do not name the cause: `mat1 and mat2 shapes cannot be multiplied (6x5120 and 1x2560)`,
+`got: c10::Half != signed char`, `nn.Module.to only accepts floating point or complex dtypes`. In other cases, no error is raised, but a
+cast has changed the codes, or has rounded the activations to integers.
 
 **An example that fails**
 
@@ -18,11 +18,11 @@ there is no error, but a cast has changed the codes, or has rounded the activati
     layer(hidden)      # the layer dequantizes its weight; or call dequantize_4bit(weight, weight.quant_state)
     BitsAndBytesConfig(…, llm_int8_skip_modules=["out_proj"])  # if a module reads the weight of its child out_proj
 
-**How safe is the fix?** Safe: you edit the code or the quantization config, so that the step uses the dequantized
-weight. A layer that is not quantized takes more memory. If codes were overwritten, load the model again.
+**How safe is the fix?** The fix is safe: you edit the code or the quantization config, so that the step uses the dequantized weight. A
+layer that is not quantized takes more memory. If the packed codes were overwritten, load the model again.
 
-**Seen in** bitsandbytes-foundation/bitsandbytes #433, #610, #963; unslothai/unsloth #2212;
-unslothai/unsloth-zoo #1132; huggingface/peft #929, #1720, #1999; haotian-liu/LLaVA #783; modelscope/ms-swift #698; MNoorFawi/curlora #5;
+**Seen in** bitsandbytes-foundation/bitsandbytes #433, #610, #963; unslothai/unsloth #2212; unslothai/unsloth-zoo #1132;
+huggingface/peft #929, #1720, #1999; haotian-liu/LLaVA #783; modelscope/ms-swift #698; MNoorFawi/curlora #5;
 TransformerLensOrg/TransformerLens #1276.
 """
 
@@ -49,7 +49,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "baddbmm")
 _COLUMN = re.compile(r"X \[1, (\d+)\]|and 1x(\d+)\)|shape '\[(\d+), 1\]' is invalid")
 _DIFFERENT = re.compile(r"dtype|scalar type|size|shape|dimension")
 _NO_GRADIENT = re.compile(r"only Tensors of floating point .*can require gradients")
-_LORA = "adapt quantized layers with LoRA (LoraConfig), which calls the layer: this adapter reads the packed weight; or do not quantize the model"
+_LORA = "train quantized layers with LoRA (LoraConfig), which calls the layer, because this adapter reads the packed weight; or do not quantize the model"
 _BYTES = re.compile(r"\b(Byte|Char|uint8|int8)\b")
 _ROUNDING = ("round", "clamp", "floor", "trunc")
 
@@ -67,7 +67,7 @@ def find(trace: Trace) -> Findings:
             f"{counted(weights, 'quantized weight', 'hold')} {dtype} values where packed codes belong",
             weights,
             cause=f"{first.name} was assigned or cast to {dtype}",
-            fixes=(advice(first.module, "load the model again, and do not change packed weights"),),
+            fixes=(advice(first.module, "load the model again, and do not change the packed weights"),),
         )
     rounded = _activations_as_codes(trace)
     if rounded:
@@ -116,7 +116,9 @@ def _codes_in(call: Call) -> list[Operand]:
 def _product(call: Call, packed: Operand, total: int) -> Finding:
     float_dtype = next(o.dtype for o in call.operands if o.dtype.is_floating_point)
     name = packed.origin.cause.name
-    how = "call the quantized layer, or dequantize its weight with its state, at that line"
+    how = (
+        "call the quantized layer at that line, or dequantize the layer's weight with its quantization state"
+    )
     return finding_at(
         "error",
         f"{dtype_name(float_dtype)} activations are multiplied with packed {dtype_name(packed.dtype)} codes",
@@ -128,9 +130,10 @@ def _product(call: Call, packed: Operand, total: int) -> Finding:
 
 
 def _activations_as_codes(trace: Trace) -> list[Call]:
-    """Return the casts of float activations to the dtype of packed codes, if a cast back or an error about bytes follows.
+    """Return the casts of float activations to the dtype of packed codes that a cast back or an error about bytes
+    follows.
 
-    Casts right after a rounding are left out, because such code quantizes on purpose.
+    The function ignores a cast directly after a rounding, because such code quantizes on purpose.
     """
     refused = trace.failure is not None and _BYTES.search(trace.failure.error)
     codes = {(weight.module, weight.dtype) for weight, _ in quantized(trace) if weight.dtype in _CODES}

@@ -1,11 +1,11 @@
 """4-bit layers that compute in another dtype than the model
 
-**What it means.** 4-bit layers compute in another dtype than the model, mostly in float32.
-`BitsAndBytesConfig(load_in_4bit=True)` sets the layers' compute dtype to float32, and bitsandbytes does not warn about
-it. If no compute dtype is set, a layer computes in the dtype of its first input, which may be float32.
+**What it means.** 4-bit layers compute in another dtype than the rest of the model. This dtype is mostly float32.
+`BitsAndBytesConfig(load_in_4bit=True)` sets the compute dtype of the layers to float32, and bitsandbytes gives no warning. If no compute
+dtype is set, a layer computes in the dtype of its first input, which may be float32.
 
-**Why it is bad.** The layer casts its input to float32, dequantizes its weight to float32, and casts their product to
-16 bits. On GPUs, such a layer is several times slower, and float32 adds no digits to 4-bit codes.
+**Why it is bad.** The layer casts its input to float32, dequantizes its weight to float32, and casts the product to 16 bits. On GPUs, such
+a layer is several times slower, and float32 adds no digits to 4-bit codes.
 
 **An example that costs**
 
@@ -15,11 +15,11 @@ it. If no compute dtype is set, a layer computes in the dtype of its first input
 
     BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
 
-**How safe is the fix?** Safe: the fix rounds the layer's results to 16 bits, like the results of the model's other
-layers. The packed codes and their scales do not change.
+**How safe is the fix?** The fix is safe: it rounds the results of the layer to 16 bits, like the results of all other layers. The packed
+codes and their scales do not change.
 
-**Seen in** bitsandbytes-foundation/bitsandbytes #2077, #1623; h2oai/h2ogpt #682;
-bigcode-project/bigcode-evaluation-harness #192; huggingface/alignment-handbook #107.
+**Seen in** bitsandbytes-foundation/bitsandbytes #2077, #1623; h2oai/h2ogpt #682; bigcode-project/bigcode-evaluation-harness #192;
+huggingface/alignment-handbook #107.
 """
 
 import torch
@@ -65,7 +65,7 @@ def layers_in(trace: Trace, dtype: torch.dtype) -> frozenset[str]:
 
 
 def _in_other_dtype(trace: Trace, wanted: torch.dtype | None) -> list[tuple[Weight, Quantization]]:
-    """Return the 4-bit layers that compute in another dtype than `wanted`; none if `wanted` does not have 16 bits."""
+    """Return the 4-bit layers that compute in another dtype than `wanted`; none if `wanted` is not a 16-bit dtype."""
     # An unset compute dtype becomes the dtype of the first input. That is right unless the plain weights are float32.
     right = (wanted,) if _plain(trace) == torch.float32 else (wanted, None)
     layers = ((weight, state) for weight, state in quantized(trace) if state.format != "int8")

@@ -1,12 +1,11 @@
 """Quantization scales that are not float32
 
-**What it means.** The scales (absmax) of a quantized layer are not float32, because some code cast the
-whole model or its state dict.
+**What it means.** The scales (absmax) of a quantized layer are not float32. Some code cast the whole model or its state dict.
 
 **Why it is bad.** Each scale multiplies a block of 64 weights.
 
 - On a CPU, a bfloat16 scale changes every weight of its block by up to 0.4 %.
-- CUDA kernels read the bytes of the scales as float32, so their results are noise.
+- CUDA kernels interpret the bytes of the scales as float32, so their results are random numbers.
 
 **An example that costs**
 
@@ -16,8 +15,8 @@ whole model or its state dict.
 
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=nf4)     # loads float32 scales again
 
-**How safe is the fix?** Safe: you load the model again, and do not cast it or its state dict. A cast back to float32
-does not restore the scales.
+**How safe is the fix?** The fix is safe: you load the model again, and do not cast the model or its state dict. A cast back to float32 does
+not restore the scales.
 
 **Seen in** bitsandbytes 0.50, which rounds the scales in evaluations on CPUs with AVX512-BF16 (reported as IST407).
 """
@@ -42,5 +41,5 @@ def find(trace: Trace) -> Findings:
             weights,
             phase="load",
             cause=f"the scales of {named(weights[0].module)} were cast to {dtype_name(dtype)}",
-            fixes=(advice(weights[0].module, "load the model again and keep every absmax in float32"),),
+            fixes=(advice(weights[0].module, "load the model again, and keep every absmax in float32"),),
         )

@@ -1,10 +1,10 @@
 """A shared scratch tensor with another dtype
 
-**What it means.** An operator reads or writes a scratch tensor: a tensor outside of the model, such as a global, that
-several calls use. This tensor has another dtype than the model.
+**What it means.** An operator reads or writes a scratch tensor: a tensor outside of the model, such as a global, that several calls use.
+This scratch tensor has another dtype than the model.
 
-**Why it happens.** A library allocates a buffer in the dtype of the first model, for example bfloat16. It uses the same
-buffer for the next model, which is float16. The buffer holds dequantized weights, a cache or a table of positions.
+**Why it happens.** A library allocates a buffer in the dtype of the first model, for example bfloat16. The library uses the same buffer for
+a second model, which is float16. The buffer holds dequantized weights, a cache or a table of positions.
 
 **An example that fails**
 
@@ -19,8 +19,8 @@ buffer for the next model, which is float16. The buffer holds dequantized weight
 
     buffer = workspace[weight.device, torch.cuda.current_stream(), state.dtype, state.shape]     # a dictionary
 
-**How safe is the fix?** Safe: with one buffer for each device, stream, dtype and shape, every model gets a buffer in
-its dtype. A new buffer for each call is safe too, but slower. You have to edit the library's code.
+**How safe is the fix?** The fix is safe: with one buffer for each device, stream, dtype and shape, every model gets a buffer in its dtype.
+A new buffer for each call is also safe, but slower. You have to edit the library's code.
 
 **Seen in** unslothai/unsloth #4026.
 """
@@ -46,5 +46,5 @@ def find(trace: Trace) -> Findings:
     for finding in contract_rule.find(__name__, trace):
         expected = finding.message.rpartition(" ")[2]
         how = f"allocate that tensor in the dtype of the model that uses it ({expected}): keep one for each device, stream and dtype"
-        one_each = advice(finding.source, how, "key the buffer by dtype")
+        one_each = advice(finding.source, how, "use a separate buffer for each dtype")
         yield replace(finding, fixes=(*finding.fixes, one_each))

@@ -1,16 +1,15 @@
 """4-bit weights that an evaluation on a CPU repacks
 
-**What it means.** On a CPU with AVX512-BF16, bitsandbytes repacks every 4-bit weight in place during the first forward
-in eval mode: it changes the order of the codes. For some shapes, the repacking raises an error. A repacked layer passes
-no gradient to its input, so the steps after an evaluation train with wrong gradients.
+**What it means.** On a CPU with AVX512-BF16, bitsandbytes changes the order of the codes of every 4-bit weight in place (repacking). This
+happens during the first forward in eval mode. For weights of some shapes, the repacking raises an error. A repacked layer passes no
+gradient to its input, so the steps after an evaluation train with wrong gradients.
 
-**Why it is bad.** The repacking raises an error for some shapes. The number of rows must be a multiple of 32, and the
-number of columns a multiple of the quantization block (64 weights by default). For example, `generate` fails with a
-weight of 64 × 96. Repacking also rounds the scales to bfloat16. bitsandbytes has no backward for the new layout. If the
-weights were repacked before the checked step, the step's gradients are wrong, and the finding is an error.
+**Why it is bad.** The repacking raises an error for some shapes. Repacking needs a number of rows that is a multiple of 32, and a number of
+columns that is a multiple of the quantization block (64 weights by default). For example, `generate` raises an error for a weight of 64
+× 96. Repacking also rounds the scales to bfloat16. bitsandbytes has no backward for the repacked weights. If the weights were repacked
+before the checked step, the step's gradients are wrong, and the finding is an error.
 
-**Why it happens.** `Linear4bit.forward` repacks the weight if the module is in eval mode and the input requires no
-gradient.
+**Why it happens.** `Linear4bit.forward` repacks the weight if the module is in eval mode and the input requires no gradient.
 
 **An example that fails**
 
@@ -23,8 +22,8 @@ gradient.
     # without isotype:
     for layer in linear4bit_layers: layer.support_avx512bf16_for_cpu = False
 
-**How safe is the fix?** Safe: the weights stay in the layout in which they were loaded. Generation on such a CPU is
-slower without bitsandbytes' fused kernel. If the weights are already repacked, load the model again.
+**How safe is the fix?** The fix is safe: the weights stay in the layout in which they were loaded. Generation on such a CPU is slower,
+because it does not use the fused kernel of bitsandbytes. If the weights are already repacked, load the model again.
 
 **Seen in** bitsandbytes 0.50: `_convert_weight_packed_for_cpu` in `bitsandbytes/functional.py`.
 """
@@ -61,6 +60,6 @@ def find(trace: Trace) -> Findings:
         cause = f"bitsandbytes repacks {weights[0].module} when it is evaluated"
     else:
         return
-    keep = fix("keep the layout that has a backward", "layout", modules(weights), "training")
+    keep = fix("keep the layout of the weights that has a backward", "layout", modules(weights), "training")
     severity = severity if "generate" in setup.phases else "note"
     yield finding_of(severity, message, weights, cause=cause, fixes=(keep,))

@@ -1,15 +1,15 @@
 """Weights that do not have their checkpoint's dtype
 
-**What it means.** The frozen weights have another dtype than the checkpoint (`dtype` in the model's config), and the
-precision policy does not request this other dtype.
+**What it means.** The frozen weights have another dtype than the checkpoint (`dtype` in the model's config). The precision policy does not
+request this dtype.
 
-**Why it is bad.** A bfloat16 checkpoint that is loaded in float32 takes twice the memory and runs at the float32 rate, but
-has no more digits. In float16, a value of a bfloat16 checkpoint above 65,504 overflows, and small weights
-become zero. A float16 checkpoint that is loaded in bfloat16 loses three of the eleven significant bits of each weight.
+**Why it is bad.** A bfloat16 checkpoint that is loaded in float32 takes twice the memory and computes at the rate of float32, but gains no
+digits. In float16, a value of a bfloat16 checkpoint above 65,504 overflows, and small weights become zero. A float16 checkpoint that is
+loaded in bfloat16 loses three of the eleven significant bits of each weight.
 
-**Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5) or a loader with a
-fixed dtype has cast the weights. Or `.float()` or `.half()` has cast them after loading. Or the dtype in the config is
-not the dtype of the weights in the file.
+**Why it happens.** `from_pretrained(…, dtype=torch.float32)` (the default before transformers 5) or a loader with a fixed dtype has cast
+the weights. A call of `.float()` or `.half()` after loading has the same effect. In other cases, the dtype in the config is not the dtype
+of the weights in the file.
 
 **An example that costs**
 
@@ -27,8 +27,8 @@ not the dtype of the weights in the file.
 - weights of a checkpoint whose dtype the device does not run natively;
 - float32 checkpoints that are loaded in 16 bits, because the user must have requested this cast.
 
-**How safe is the fix?** Safe if the checkpoint's dtype represents every value of the loaded weights; otherwise unsafe.
-If the earlier cast to the wrong dtype has rounded the weights, load the checkpoint again.
+**How safe is the fix?** The fix is safe if the checkpoint's dtype represents every value of the loaded weights; otherwise the fix is
+unsafe. If the earlier cast to the wrong dtype has rounded the weights, load the checkpoint again.
 
 **Seen in** facebookresearch/metaseq #254; huggingface/peft #2421; axolotl #902.
 """
@@ -57,7 +57,7 @@ _LOSSES: dict[tuple[torch.dtype, torch.dtype], tuple[Severity, str]] = {
     (torch.bfloat16, torch.float16): ("warning", _RANGE_LOST),
     (torch.float16, torch.bfloat16): ("note", "each weight loses three of its eleven significant bits"),
 }
-"""For each pair (dtype of the checkpoint, dtype of the loaded weights): the severity, and the lost values or digits."""
+"""Maps (dtype of the checkpoint, dtype of the loaded weights) to the severity, and to the values or digits that are lost."""
 
 
 def find(trace: Trace) -> Findings:

@@ -1,15 +1,14 @@
 """Trained adapters of different dtypes
 
-**What it means.** The trained adapters have several dtypes.
+**What it means.** The trained adapters do not all have the same dtype.
 
-**Why it is bad.** PEFT loads an adapter file in one dtype: in float32 (`autocast_adapter_dtype`), or in the base
-model's dtype. If this dtype has 16 bits, the float32 adapters are rounded, so a resumed run does not continue with the
-trained values. FSDP cannot flatten parameters of several dtypes into one tensor. The 16-bit adapters lose small
-updates.
+**Why it is bad.** PEFT loads all weights of an adapter file in one dtype: float32 (`autocast_adapter_dtype`), or the dtype of the base
+model. If this dtype is a 16-bit dtype, float32 adapters are rounded, so a resumed training does not continue with the trained values. FSDP
+cannot flatten parameters of several dtypes into one tensor. The 16-bit adapters lose small updates.
 
-**Why it happens.** A trainer casts only some of the trainable parameters. For example, TRL casts adapters of a
-quantized model to bfloat16, but not DoRA's magnitudes. Or the model has an adapter from a float16 file and a new
-adapter. Or a trained copy (`modules_to_save`) keeps the base model's dtype.
+**Why it happens.** A trainer casts only some of the trainable parameters. For example, TRL casts adapters of a quantized model to bfloat16,
+but not DoRA's magnitudes. In other cases, the model has an adapter from a float16 file and a new adapter. A trained copy
+(`modules_to_save`) may also keep the dtype of the base model.
 
 **An example**
 
@@ -22,9 +21,9 @@ adapter. Or a trained copy (`modules_to_save`) keeps the base model's dtype.
 
     isotype.enforce(model, policy)        # casts adapters to the policy's master dtype, by default float32
 
-**What is not reported.** The rule ignores frozen adapters, and adapters of one wrong dtype (IST304, IST801).
+**What is not reported.** The rule ignores frozen adapters. IST304 and IST801 report adapters that all have the same wrong dtype.
 
-**How safe is the fix?** Safe: all adapters get the widest of their dtypes, or float32, and keep every value.
+**How safe is the fix?** The fix is safe: all adapters get the widest of their dtypes, or float32, and keep every value.
 
 **Seen in** huggingface/peft #2421; huggingface/diffusers #6514.
 """

@@ -1,25 +1,24 @@
 """An in-place addition to a 16-bit or quantized weight
 
-**What it means.** Code other than the optimizer adds to a frozen 16-bit weight or buffer, mostly in place. The code
-merges an adapter into its base weight, or updates a running statistic, or updates an average of trained weights.
+**What it means.** Code outside of the optimizer adds to a frozen 16-bit weight or buffer, mostly in place. For example, code merges an
+adapter into its base weight, updates a running statistic, or updates an average of trained weights.
 
-**Why it is bad.** The sum is rounded to the weight's dtype. If the added value is less than half of the distance
-between two neighbouring numbers, the weight does not change.
+**Why it is bad.** The sum is rounded to the weight's dtype. If the added value is less than half of the distance between two neighboring
+numbers, the weight does not change.
 
-- A merged weight is not exactly base plus adapter, and unmerging does not restore the base. RL trainers merge and
-  unmerge before each rollout. In bfloat16, one merge and unmerge changes a base weight by about 1 %. A thousand
-  repetitions change it by two thirds.
-- A merge into 4-bit weights quantizes the sum. Most of a small update is lost, so the rollout runs almost without the
-  adapter; and the merges and unmerges of a training destroy the base. In nf4, with an adapter of 1 % of the weight's
-  norm, a merge applies 2 % of the adapter, and 31 merges and unmerges change the weight by 19 %.
-- At each step, a moving average with decay 0.999 adds a thousandth of the difference between the trained weight and the
-  average. In 16 bits, such a small addition never changes the average. A counter in bfloat16 stops at 256.
-- With `target_parameters` (used for experts), PEFT adds the adapter to the weight in each forward, in the weight's
-  dtype. The rounding loses the small first updates of a training. The forward is also slow, because PEFT multiplies B
-  by A for every expert, even for experts that get no tokens.
+- A merged weight is not exactly base plus adapter, and unmerging does not restore the base. RL trainers merge and unmerge before each
+  rollout. In bfloat16, one merge and unmerge changes a base weight by about 1 %. A thousand repetitions change it by two thirds.
+- A merge into 4-bit weights quantizes the sum. Most of a small update is lost, so the rollout runs almost without the adapter; and the
+  merges and unmerges of a training destroy the base. In nf4, with an adapter of 1 % of the weight's norm, a merge applies 2 % of the
+  adapter, and 31 merges and unmerges change the weight by 19 %.
+- At each step, a moving average with decay 0.999 adds a thousandth of the difference between the trained weight and the average. In 16
+  bits, such a small addition never changes the average. A counter in bfloat16 stops at 256.
+- With `target_parameters` (used for experts), PEFT adds the adapter to the weight in each forward, in the weight's dtype. The rounding
+  loses the small first updates of a training. The forward is also slow, because PEFT multiplies B by A for every expert, even for experts
+  that get no tokens.
 
-**Why it happens.** The base model is loaded in 16 bits for the training, and the merge uses the same dtype. A moving
-average begins as a copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
+**Why it happens.** The base model is loaded in 16 bits for the training, and the merge uses the same dtype. A moving average begins as a
+copy of a 16-bit model. `model.to(bfloat16)` casts buffers too.
 
 **An example that costs**
 
@@ -33,11 +32,11 @@ average begins as a copy of a 16-bit model. `model.to(bfloat16)` casts buffers t
     average = copy.deepcopy(model).float()       # averages and statistics: stay in float32
     isotype.fuse(model)                          # experts: applies adapters to activations, not to weights
 
-**What is not reported.** The rule ignores updates by the optimizer (IST801), sums that are not stored in a weight or
-buffer, and sums in float32.
+**What is not reported.** The rule ignores updates by the optimizer (IST801), sums that are not stored in a weight or buffer, and sums in
+float32.
 
-**How safe is the fix?** Safe: a cast of an average to float32 keeps every value, `isotype merge` writes a new
-checkpoint, and `isotype.fuse` changes no weight. If weights were already rounded, load them from the checkpoint again.
+**How safe is the fix?** The fixes are safe: a cast of an average to float32 keeps every value, `isotype merge` writes a new checkpoint, and
+`isotype.fuse` changes no weight. If weights were already rounded, load them from the checkpoint again.
 
 **Seen in** huggingface/peft #1388, #2321, #2501; huggingface/trl #6688; modelscope/ms-swift #10154;
 d8ahazard/sd_dreambooth_extension #1415; konpatp/diffae #16; AndreasBergmeister/ram #6.
@@ -56,7 +55,7 @@ from isotype.rules.kit.costs import flops_share
 from isotype.rules.kit.findings import Findings, Fixes, actions, advice, finding_at, finding_of
 from isotype.rules.kit.weight_sets import casts, count, names, spacing
 
-_LOST = "an update below half a rounding step is lost"
+_LOST = "an update below half of a rounding step is lost"
 _MEASURED = "measured in nf4, with an adapter of 1 % of the weight's norm: a merge applies 2 % of the adapter, and 31 merges and unmerges change the weight by 19 %"
 _PEFT = "peft/tuners/lora/"
 _FORMED = "aten.baddbmm.default"
@@ -68,7 +67,7 @@ _HEADLINES = {
     "every": ("adapters are added to {} in every forward", "weight", "weights"),
     "other": ("{} changed in place outside of the optimizer", "tensor is", "tensors are"),
 }
-"""For each kind of addition: the headline, the word for one changed tensor, and the word for several tensors."""
+"""For each kind of addition: the message, the noun for one changed tensor, and the noun for several tensors."""
 
 
 def find(trace: Trace) -> Findings:
@@ -166,9 +165,7 @@ def _finding(
 
 
 _MERGE = "merge a float32 copy of the weights and round once (isotype merge), or keep the adapter separate"
-_UNMERGE = (
-    "after a temporary merge, restore the weights from a saved copy, because unmerging rounds once more"
-)
+_UNMERGE = "after a temporary merge, restore the weights from a saved copy, because unmerging rounds the weights again"
 _FIXES = {
     "delta": (advice("experts", "let the adapters act on activations: isotype.fuse(model)"),),
     "merge": (advice("merge", _MERGE), advice("unmerge", _UNMERGE)),

@@ -1,13 +1,13 @@
 """Weights whose values nothing has set
 
-**What it means.** `to_empty()` has allocated memory for parameters or buffers that were on the meta device, and nothing
-has set their values since.
+**What it means.** `to_empty()` has allocated memory for parameters or buffers that were on the meta device, and nothing has set their
+values since.
 
-**Why it happens.** A model is built on the meta device, gets memory by `to_empty()`, and loads a checkpoint. A state dict
-contains no buffers that were registered with `persistent=False`, such as the frequencies of rotary positions.
+**Why it happens.** A model is built on the meta device, gets memory by `to_empty()`, and loads a checkpoint. A state dict contains no
+buffers that were registered with `persistent=False`, such as the frequencies of rotary positions.
 
-**Why it is bad.** The memory contains whatever was there before: often zeros or correct values of another model, sometimes
-NaN. Losses then differ between machines, between ranks and between runs. `isotype run` fills such memory with NaN.
+**Why it is bad.** The memory contains whatever was there before: often zeros or correct values of another model, sometimes NaN. Losses then
+differ between machines, between ranks and between runs. `isotype run` fills such memory with NaN.
 
 **An example that fails**
 
@@ -26,8 +26,7 @@ NaN. Losses then differ between machines, between ranks and between runs. `isoty
 
 **How safe is the fix?** Safe: the values are those of a model that was built on the CPU.
 
-**Seen in** NovaSky-AI/SkyRL #1709; huggingface/transformers #45902; EvolvingLMMs-Lab/lmms-engine #185;
-hiyouga/LlamaFactory #10820.
+**Seen in** NovaSky-AI/SkyRL #1709; huggingface/transformers #45902; EvolvingLMMs-Lab/lmms-engine #185; hiyouga/LlamaFactory #10820.
 """
 
 from isotype.core.names import grouped, listed

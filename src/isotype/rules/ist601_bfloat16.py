@@ -1,13 +1,13 @@
-"""bfloat16 on a device without it
+"""bfloat16 on a device without bfloat16 hardware
 
-**What it means.** The step computes in bfloat16, but the device has no bfloat16 matmuls in hardware.
+**What it means.** The step computes in bfloat16, but the device has no hardware for bfloat16 matmuls.
 
-**Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, RTX 20xx), bfloat16 runs without tensor
-cores, at most at the float32 rate. float16 runs several times faster. Some kernels (flash attention, Triton's `tl.dot`)
-refuse bfloat16 on these GPUs. If a device has no bfloat16 matmul at all (P100, GTX 10xx), the step crashes.
+**Why it is bad.** On NVIDIA GPUs before compute capability 8.0 (T4, V100, RTX 20xx), bfloat16 runs without tensor cores and is at most as
+fast as float32. float16 is several times faster. Some kernels (flash attention, Triton's `tl.dot`) do not accept bfloat16 on these GPUs. If
+a device has no bfloat16 matmul at all (P100, GTX 10xx), the step crashes.
 
-**Why it happens.** A script for newer hardware sets `bf16=True`, loads a bfloat16 checkpoint without a cast, or has a
-quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
+**Why it happens.** A script for newer hardware sets `bf16=True`, loads a bfloat16 checkpoint without a cast, or has a quantization config
+with `bnb_4bit_compute_dtype=torch.bfloat16`.
 
 **An example that costs**
 
@@ -17,12 +17,12 @@ quantization config with `bnb_4bit_compute_dtype=torch.bfloat16`.
 
     SFTConfig(fp16=True)                      # float16 autocast with a GradScaler, float32 adapters
 
-**How safe is the fix?** Safe: a step in float32. If the frozen weights are not bfloat16, float16 autocast with a
-GradScaler is safe, too. Unsafe: a cast of frozen bfloat16 weights to float16, because models that were trained in bfloat16 (Gemma,
-T5) may exceed 65,504, the largest float16 number. Watch the loss.
+**How safe is the fix?** A step in float32 is safe. If no frozen weight is bfloat16, float16 autocast with a GradScaler is safe, too. A cast
+of frozen bfloat16 weights to float16 is unsafe, because models that were trained in bfloat16 (Gemma, T5) may exceed 65,504, the largest
+float16 number. Watch the loss.
 
-**Seen in** huggingface/peft #1249; unslothai/unsloth-zoo #706; huggingface/trl #6516; hiyouga/LlamaFactory
-#2090; Dao-AILab/flash-attention #762; reports of T4 and V100 users of every trainer.
+**Seen in** huggingface/peft #1249; unslothai/unsloth-zoo #706; huggingface/trl #6516; hiyouga/LlamaFactory #2090;
+Dao-AILab/flash-attention #762; reports of T4 and V100 users of every trainer.
 """
 
 import torch
@@ -45,7 +45,7 @@ def find(trace: Trace) -> Findings:
 
 
 def _wide_results(trace: Trace) -> Findings:
-    """Yield a finding for each line with a bfloat16 matmul that returns float32: a GPU without bfloat16 refuses it."""
+    """Yield a finding for each line with a bfloat16 matmul that returns float32. Old GPUs raise an error for this matmul."""
     run = (call for call in trace.calls if call.op.startswith(_WIDE_RESULTS) and call.breach is None)
     wide = (call for call in run if torch.bfloat16 in (operand.dtype for operand in call.operands))
     for calls in grouped(wide, place).values():
@@ -55,7 +55,7 @@ def _wide_results(trace: Trace) -> Findings:
         refusal = f"torch raises: {kernel} input type at::BFloat16 and output type float is only supported for CUDA devices with compute capability 8.0 or higher"
         yield finding_at(
             "error",
-            f"{trace.setup.profile.title} refuses bfloat16 matmuls with a float32 result",
+            f"{trace.setup.profile.title} does not support bfloat16 matmuls with a float32 result",
             calls,
             cause=f"a product of bfloat16 operands has a float32 result at {short(first.source)}",
             notes=(refusal,),

@@ -2,10 +2,10 @@
 
 **What it means.** Installed libraries are incompatible with each other, or with this machine's device.
 
-**Why it is bad.** An import fails, or a quantized layer finds no kernel. Or a library silently ignores another library.
+**Why it is bad.** An import fails, or a quantized layer has no kernel. In other cases, a library ignores another library without a warning.
 
-**Why it happens.** Only one of torch, transformers, peft, trl, accelerate and bitsandbytes was upgraded. Or a library was
-built for another CUDA version than torch was.
+**Why it happens.** Only one of torch, transformers, peft, trl, accelerate and bitsandbytes was upgraded. In other cases, a library was
+built for another CUDA version than torch.
 
 **An example**
 
@@ -15,12 +15,11 @@ built for another CUDA version than torch was.
 
     pip install --upgrade "torch>=2.6"
 
-**What is checked.** The rule checks the packages' requirements, and minimum versions that some packages check only at
-run time. It also checks pairs of libraries that an issue on GitHub calls incompatible. It checks nothing if `--device`
-names a device of another machine, because that machine's libraries are unknown. `isotype doctor` needs no model for
-this check.
+**What is checked.** The rule checks the requirements in the packages' metadata, and the minimum versions that some packages check only at
+run time. The rule also checks pairs of libraries that an issue on GitHub reports as incompatible. The rule checks nothing if `--device`
+names a device of another machine, because the libraries of that machine are unknown. `isotype doctor` runs the same check without a model.
 
-**How safe is the fix?** Safe: the fix is a `pip` command that you run. It changes no weights and no code.
+**How safe is the fix?** The fix is safe: you run a `pip` command. This command changes no weights and no code.
 
 **Seen in** huggingface/transformers #41889; bitsandbytes #1688.
 """

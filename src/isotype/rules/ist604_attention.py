@@ -1,16 +1,15 @@
 """An attention kernel without support for the device or the dtype
 
-**What it means.** The attention kernel that the model requests does not exist on the device, or does not
-support the dtype of queries, keys and values.
+**What it means.** The attention kernel that the model requests does not exist on the device, or does not support the dtype of queries, keys
+and values.
 
-**Why it is bad.** FlashAttention supports only float16 and bfloat16, and only AMD's CDNA GPUs and NVIDIA GPUs of
-compute capability 8.0 or later. Otherwise `flash_attention_2` raises "FlashAttention only support fp16 and bf16 data
-type" or "FlashAttention only supports Ampere GPUs or newer". `sdpa` selects a slower kernel instead, which stores all
-attention scores or runs in float32. If the code disables that kernel (`sdpa_kernel`), `sdpa` raises "No available
-kernel".
+**Why it is bad.** FlashAttention supports only float16 and bfloat16. It runs only on AMD's CDNA GPUs and on NVIDIA GPUs of compute
+capability 8.0 or later. On other GPUs or with other dtypes, `flash_attention_2` raises "FlashAttention only support fp16 and bf16 data
+type" or "FlashAttention only supports Ampere GPUs or newer". In these cases, `sdpa` selects a slower kernel, which stores all attention
+scores or runs in float32. If the code disables the slower kernel (`sdpa_kernel`), `sdpa` raises "No available kernel".
 
-**Why it happens.** The script requests `attn_implementation="flash_attention_2"` on older hardware, or with a float32
-model and no autocast. Or float32 norms, as after PEFT's `prepare_model_for_kbit_training`, make the queries float32.
+**Why it happens.** The script requests `attn_implementation="flash_attention_2"` on older hardware, or with a float32 model and no
+autocast. In other cases, float32 norms make the queries float32, as after PEFT's `prepare_model_for_kbit_training`.
 
 **An example that fails**
 
@@ -20,9 +19,8 @@ model and no autocast. Or float32 norms, as after PEFT's `prepare_model_for_kbit
 
     AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
 
-**How safe is the fix?** Safe: `sdpa` and all its kernels compute the same function as FlashAttention. A cast of
-queries, keys and values rounds them, but changes no weight. Unsafe: a cast of a stored weight that may round its
-values.
+**How safe is the fix?** `sdpa` is a safe fix: all its kernels compute the same function as FlashAttention. A cast of queries, keys and
+values rounds them, but changes no weight. A cast of a stored weight is unsafe if it may round values.
 
 **Seen in** huggingface/transformers #25598; unslothai/unsloth #827; axolotl #336; QwenLM/Qwen3 #406;
 lucidrains/denoising-diffusion-pytorch #239; lucidrains/x-transformers #143; lucidrains/MEGABYTE-pytorch #6.
@@ -69,7 +67,7 @@ def find(trace: Trace) -> Findings:
 
 
 def _without_kernel(trace: Trace) -> Findings:
-    """Yield a finding for each line with a call of attention that no enabled kernel supports."""
+    """Yield a finding for each line with an attention call that no enabled kernel supports."""
     compute, accepted = trace.setup.compute, trace.setup.profile.flash_attention
     refused = (call for call in trace.breaches() if call.refusal == NO_ATTENTION_KERNEL)
     for line, calls in grouped(refused, place).items():
@@ -82,7 +80,7 @@ def _without_kernel(trace: Trace) -> Findings:
         how = f"also enable SDPBackend.EFFICIENT_ATTENTION and SDPBackend.MATH around {where}"
         yield finding_at(
             "error",
-            f"no enabled attention kernel takes these {dtype_name(dtype)} queries on {trace.setup.profile.title}",
+            f"no enabled attention kernel accepts these {dtype_name(dtype)} queries on {trace.setup.profile.title}",
             calls,
             cause=f"the code disables other kernels around {where} (sdpa_kernel, sdp_kernel)",
             evidence=evidence(query.origin),
@@ -97,8 +95,8 @@ def _wide(trace: Trace, calls: list[Call], dtype: torch.dtype, flash: bool) -> F
     takes = " and ".join(sorted(map(dtype_name, trace.setup.profile.flash_attention)))
     group = Group(tuple(calls), query, (blamed,), trace.setup.compute, trace.setup.compute)
     number = plural(sum(call.repeats for call in calls), "attention call")
-    effect = "raises" if flash else "falls back to a slower kernel"
-    message = f"attention with {dtype_name(dtype)} queries {effect}: flash kernels take {takes}"
+    effect = "raises" if flash else "uses a slower kernel"
+    message = f"attention with {dtype_name(dtype)} queries {effect}: flash kernels accept only {takes}"
     if trace.setup.attention == "flex_attention":  # its own kernel takes float32
         message = f"FlexAttention runs in {dtype_name(dtype)}, but is faster in {takes}"
     return finding_at(

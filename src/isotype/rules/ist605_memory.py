@@ -1,31 +1,30 @@
 """The step does not fit into the device's memory
 
-**What it means.** In a step, an evaluation or a rollout, the peak memory of the tensors exceeds the available memory:
-85 % of a GPU's memory, or half of a CPU's memory. If the device is in this machine, the same share of its free memory
-is available. The rest is for the allocator's gaps, the workspaces of kernels, and the driver's context (0.3 to 0.6 GB).
+**What it means.** In a step, an evaluation or a rollout, the peak memory of the tensors exceeds the available memory: 85 % of a GPU's
+memory, or half of a CPU's memory. If the device is in this machine, the limit is the same share of its free memory. The remaining memory is
+for fragmentation of the allocator, workspaces of kernels, and the context of the driver (0.3 to 0.6 GB).
 
 **Why it is bad.** The run ends with an out-of-memory error, often only at the first long batch.
 
-**What is counted.** The memory of a tensor and its views is counted once. The report groups the memory by kind: weights
-with their quantization states, adapters, gradients, optimizer states, activations. The peak is that of a later step, in
-which optimizer states, gradients of earlier micro-batches, and activations are in memory together. If a trainer has
-`compute_metrics`, its evaluation keeps the predictions of all rows, and copies all of them after each batch.
+**What is counted.** A tensor and its views are counted once. The report groups the memory by kind: weights with their quantization states,
+adapters, gradients, optimizer states, activations. The reported peak is the peak of a later step, in which optimizer states, gradients of
+earlier micro-batches, and activations are in memory together. If a trainer has `compute_metrics`, the evaluation keeps the predictions of
+all rows, and copies all of them after each batch.
 
-**What helps, and by how much.** A fix is a saving that is enough, or a combination of smaller savings that are enough
-together. The report estimates each saving as if no other saving were applied:
+**What helps, and by how much.** A fix is one saving that is enough, or a combination of several smaller savings. The report estimates each
+saving independently of the others:
 
-- With gradient checkpointing, the input of each layer is stored. Of all activations of n layers, about `1/n` is left. The logits'
-  memory stays the same. In 16 traced steps, the estimate was too large by at most 5.7 % of the peak. Therefore the
-  report says "may be enough" if the step would then fit with less than 6 % of the peak to spare.
-- A loss that is computed in chunks needs at most about 1/8 of the memory of all logits, their copies and their
-  gradients.
-- nf4 takes 0.5625 bytes per weight: half a byte, and 4 bytes of scale for each block of 64 weights.
-- A cast of frozen float32 weights to 16 bits halves their memory. 8-bit optimizer states take about a quarter of the
-  memory of float32 states; the states of embeddings and of small parameters stay in float32.
+- Gradient checkpointing stores only the input of each layer. For a model of n layers, about `1/n` of the activations remains. The memory of
+  the logits stays the same. In 16 traced steps, this estimate was too large by at most 5.7 % of the peak. Therefore the report says "may be
+  enough" if less than 6 % of the peak would be free afterwards.
+- A loss that is computed in chunks needs at most about 1/8 of the memory of all logits, their copies and their gradients.
+- nf4 takes 0.5625 bytes per weight: half a byte for the code, and 4 bytes for the scale of each block of 64 weights.
+- A cast of frozen float32 weights to 16 bits halves their memory. 8-bit optimizer states take about a quarter of the memory of float32
+  states. The states of embeddings and of small parameters stay in float32.
 - The memory of activations is proportional to the batch size, and to the length of the rows.
-- With FSDP2 on N devices, each device stores 1/N of the layers' weights, gradients and optimizer states, and the
-  activations of its batch. It also stores all weights outside of the layers, and up to three whole layers: the layer in
-  use, the buffer that gathers this layer, and the buffer of the next layer.
+- With FSDP2 on N devices, each device stores 1/N of the layers' weights, gradients and optimizer states, and the activations of its batch.
+  Each device also stores all weights outside of the layers, and up to three whole layers: the current layer, the buffer that gathers this
+  layer, and the buffer of the next layer.
 
 **An example**
 
@@ -35,9 +34,10 @@ together. The report estimates each saving as if no other saving were applied:
 
     isotype check meta-llama/Llama-3.1-8B --device t4 --quantization nf4 --gradient-checkpointing
 
-**How safe is the fix?** Safe: checkpointing, a loss in chunks and FSDP2 compute the same results. A smaller batch or
-shorter rows change the training, but no precision. Unsafe: nf4 rounds the base weights, and 8-bit states round the
-moments of the gradients. 16-bit storage rounds weights whose float32 values do not fit into 16 bits, or are unknown.
+**How safe is the fix?** Checkpointing, a loss in chunks and FSDP2 are safe, because they compute the same results. A smaller batch or
+shorter rows change the training, but not the precision. nf4 is unsafe because it rounds the base weights. 8-bit optimizer states are unsafe
+because they round the moments of the gradients. 16-bit storage is unsafe if the float32 values of the weights do not fit into 16 bits, or
+are unknown.
 
 **Seen in** huggingface/transformers #17089 and artidoro/qlora #261 (evaluations).
 """
@@ -74,7 +74,7 @@ _PREDICTIONS = "keep only what compute_metrics needs of an evaluated batch (prep
 _LOGITS = "compute the loss from the logits of a part of the tokens at a time (use_liger_kernel=True)"
 _MOST_COPIES = 6  # maximum number of copies of the logits that a loss stores
 _ERROR = {"gradient_checkpointing": 0.06}
-"""Largest known error of an estimate, as a share of the peak."""
+"""Largest known error of an estimate, as a share of the peak memory."""
 _SIZES: Mapping[Phase, tuple[str, str]] = {
     "evaluate": ("the evaluation's batch size", "per_device_eval_batch_size"),
     "rollout": ("the number of rows that are generated together", "generation_batch_size"),
@@ -129,7 +129,7 @@ def unquantized_experts(trace: Trace) -> Iterator[str]:
 
 
 def largest_tensors(trace: Trace) -> Iterator[str]:
-    """Yield a sentence about each of the largest tensors and weights. Equal tensors of several layers are in one sentence."""
+    """Yield a sentence about each of the largest tensors and weights. Equal tensors of several layers are described in one sentence."""
     numbers: Counter[tuple[str, str, torch.dtype, tuple[int, ...]]] = Counter()
     for call in trace.calls if trace.memory.peak_phase not in BETWEEN_STEPS else ():
         if call.recomputed or call.phase not in ("forward", "backward") or not costs.allocates(call.op):
@@ -149,7 +149,7 @@ def largest_tensors(trace: Trace) -> Iterator[str]:
 
 
 def _fixes(trace: Trace, savings: Sequence[Saving], over: int) -> Fixes:
-    """Yield a fix for each saving of `over` bytes, and one for several smaller savings that are enough together."""
+    """Yield a fix for each saving of at least `over` bytes, and one fix for several smaller savings that are enough together."""
     small = [saving for saving in savings if saving.bytes < over]
     sets = [parts for n in range(2, len(small) + 1) for parts in combinations(small, n)]
     sets = [parts for parts in sets if not {"quantization", "dtype"} <= {part.target for part in parts}]
@@ -202,7 +202,7 @@ def _savings(trace: Trace) -> Iterator[Saving]:
 
 
 def _narrowed(trace: Trace) -> list[Weight]:
-    """Return the frozen float32 weights that 16 bits can store. Routers are in float32 on purpose."""
+    """Return the frozen float32 weights that can be stored in 16 bits, without routers (which are in float32 on purpose)."""
     routers = {weight.origin.name for _, weight, _ in router_products(trace)}
     frozen = (w for w in trace.weights if not (w.buffer or w.trainable or w.pinned or w.quantization))
     return [w for w in frozen if w.dtype == torch.float32 and w.name not in routers]
@@ -251,7 +251,7 @@ def _layer_inputs(trace: Trace, layers: int) -> int:
 
 
 def _has_all_logits(trace: Trace, outside: int) -> bool:
-    """Return True if logits or losses of all tokens take most of the activations' bytes outside of layers (`outside`)."""
+    """Return True if the logits or losses of all tokens take most of the activation memory outside of layers (`outside`)."""
     _, embedded = _lookup(trace) or (None, ())
     embeddings = (w for w in trace.weights if w.kind == "embedding" and not w.buffer)
     vocabularies = {weight.shape[0] for weight in embeddings}

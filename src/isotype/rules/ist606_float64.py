@@ -1,15 +1,15 @@
 """float64 on a device without fast float64
 
-**What it means.** The step computes in float64 on an Apple GPU or an Intel Arc A-series GPU, which do not support float64.
-Or matmuls run in float64 on a GPU with few float64 units: every GeForce and RTX card, T4, A10, L4, L40S, Radeon.
+**What it means.** The step computes in float64 on an Apple GPU or an Intel Arc A-series GPU, which do not support float64. The rule also
+reports matmuls in float64 on a GPU with few float64 units: every GeForce and RTX card, T4, A10, L4, L40S, Radeon.
 
-**Why it is bad.** Without support, the step crashes: "Cannot convert a MPS Tensor to float64 dtype as the MPS framework
-doesn't support float64. Please use float32 instead." On an Arc GPU: "Required aspect fp64 is not supported on the device".
-With few units, there is no error, but float64 matmuls run 16 to 64 times slower than float32 matmuls.
+**Why it is bad.** Without support, the step crashes: "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support
+float64. Please use float32 instead." On an Arc GPU: "Required aspect fp64 is not supported on the device". With few units, there is no
+error, but float64 matmuls run 16 to 64 times slower than float32 matmuls.
 
-**Why it happens.** The code computes rotary angles or time steps in float64 for more digits, calls `.double()`, or
-makes a tensor from NumPy numbers, which are float64 by default. Some code then casts the model to the data's dtype. On
-Intel GPUs, a GradScaler inverts its scale in float64.
+**Why it happens.** The code computes rotary angles or time steps in float64 for more digits, calls `.double()`, or makes a tensor from
+NumPy numbers, which are float64 by default. Some code then casts the model to the data's dtype. On Intel GPUs, a GradScaler inverts its
+scale in float64.
 
 **An example that fails**
 
@@ -19,12 +19,12 @@ Intel GPUs, a GradScaler inverts its scale in float64.
 
     angles = torch.outer(positions, frequencies.float())
 
-**What is not reported.** The rule ignores tensors without dimensions, because they stay on the CPU. It also ignores the
-code of transformers and diffusers, which uses float32 on an Apple GPU. On GPUs with few float64 units, only matmuls count.
+**What is not reported.** The rule ignores tensors without dimensions, because they stay on the CPU. It also ignores the code of
+transformers and diffusers, which uses float32 on an Apple GPU. On GPUs with few float64 units, only matmuls count.
 
-**How safe is the fix?** Safe: float32 instead of float64 in the code. Integers up to 16 million stay exact, and other
-numbers are rounded to 7 digits. Unsafe: a cast of a stored float64 weight or buffer. Instead of a GradScaler, the fix
-uses bfloat16; this is unsafe if frozen float16 weights have to be cast.
+**How safe is the fix?** Writing float32 instead of float64 in the code is safe. Integers up to 16 million stay exact in float32, and other
+numbers are rounded to 7 digits. A cast of a stored float64 weight or buffer is unsafe. Instead of a GradScaler, the fix uses bfloat16. This
+fix is unsafe if frozen float16 weights have to be cast.
 
 **Seen in** bghira/SimpleTuner #1523; huggingface/transformers #31060; tyfeld/MMaDA-Parallel #3; pytorch/pytorch #147731;
 intel/torch-xpu-ops #1742.
@@ -94,7 +94,7 @@ def _scaler(trace: Trace) -> Finding:
 
 
 def _entries(call: Call) -> Iterator[Origin]:
-    """Yield the weights and inputs from which a call gets float64, or the call if only its result is float64."""
+    """Yield the weights and inputs that pass float64 to a call, or the call if only its result is float64."""
     wide = [operand for operand in call.operands if operand.dtype == torch.float64]
     for operand in wide:
         origin = operand.origin
@@ -120,7 +120,7 @@ def _finding(trace: Trace, origins: Sequence[Origin], calls: Sequence[Call]) -> 
 def _fixes(origins: Sequence[Origin]) -> Fixes:
     first = origins[0]
     if first.kind == "input":
-        yield advice(first.name, f"make {first.name} float32 before it goes to the device")
+        yield advice(first.name, f"cast {first.name} to float32 before it goes to the device")
     elif first.kind in _STORED:
         names = distinct_names(origin.name for origin in origins)
         yield fix(f"cast {and_others(names)} to float32", _STORED[first.kind], names, "float32", safe=False)

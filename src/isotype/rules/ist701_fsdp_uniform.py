@@ -1,13 +1,12 @@
-"""FSDP over parameters of several dtypes
+"""FSDP with parameters of several dtypes in one unit
 
-**What it means.** A unit of FSDP (usually a decoder layer) has parameters of several dtypes. FSDP1 flattens all
-parameters of a unit into one tensor, so all need one dtype. FSDP2 reduces the gradients of a unit's trained parameters
-in one collective, so the trained parameters need one dtype. With FSDP1, the cause may also be frozen weights: a
-bfloat16 base with float32 adapters, or 4-bit codes that are stored in another dtype than the other weights.
+**What it means.** A unit of FSDP (usually a decoder layer) has parameters of several dtypes. FSDP1 flattens all parameters of a unit into
+one tensor, so all parameters of the unit need the same dtype. FSDP2 reduces the gradients of a unit's trained parameters in one collective,
+so the trained parameters need one dtype. With FSDP1, frozen weights may also be the cause: a bfloat16 base with float32 adapters, or 4-bit
+codes that are stored in another dtype than the other weights.
 
-**Why it is bad.** FSDP1 raises `Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32` when it
-wraps the model. FSDP2 raises `FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}` in the
-first forward.
+**Why it is bad.** FSDP1 raises `Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.float32` when it wraps the model.
+FSDP2 raises `FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}` in the first forward.
 
 **An example that fails**
 
@@ -19,14 +18,14 @@ first forward.
     fully_shard(layer)                                       # FSDP2: only trained parameters need one dtype
     # with FSDP1: peft.utils.other.fsdp_auto_wrap_policy(model) gives adapters units of their own
 
-**What is not reported.** FSDP2 for a model with a precision policy is not reported, because isotype then puts the
-trained parameters of each dtype into a separate unit.
+**What is not reported.** The rule does not report FSDP2 for a model with a precision policy, because isotype then puts the trained
+parameters of each dtype into a separate unit.
 
-**How safe is the fix?** Safe: FSDP2, separate units and casts to float32 round no value. Unsafe: a cast of adapters to
-16 bits, because 16-bit adapters lose small updates (IST801), or of other parameters if it may round them.
+**How safe is the fix?** FSDP2, separate units and casts to float32 are safe, because they round no value. A cast of adapters to 16 bits is
+unsafe, because 16-bit adapters lose small updates (IST801). A cast of other parameters is unsafe if it may round them.
 
-**Seen in** huggingface/trl #1723; hiyouga/LlamaFactory #3853, #10346; IBM/activated-lora #13;
-bitsandbytes-foundation/bitsandbytes #1709; modelscope/twinkle #182; NVIDIA-NeMo/Automodel #1677; huggingface/accelerate #3985.
+**Seen in** huggingface/trl #1723; hiyouga/LlamaFactory #3853, #10346; IBM/activated-lora #13; bitsandbytes-foundation/bitsandbytes #1709;
+modelscope/twinkle #182; NVIDIA-NeMo/Automodel #1677; huggingface/accelerate #3985.
 """
 
 import math

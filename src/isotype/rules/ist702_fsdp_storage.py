@@ -1,11 +1,10 @@
 """FSDP over integer codes
 
-**What it means.** FSDP1 shards the model, and the model's quantized weights are stored as integers. 4-bit codes
-can be stored in several dtypes: `bnb_4bit_quant_storage` sets the dtype, and the default is uint8. int8
-weights are always stored as integers.
+**What it means.** FSDP1 shards a model whose quantized weights are stored as integers. For 4-bit codes, `bnb_4bit_quant_storage` sets the
+dtype that stores them, and the default is uint8. int8 weights are always stored as integers.
 
-**Why it is bad.** FSDP1 flattens float parameters only. Before the first step, FSDP1 raises `Cannot flatten
-integer dtype tensors` or `Must flatten tensors with uniform dtype but got torch.float16 and torch.int8`.
+**Why it is bad.** FSDP1 can flatten only float parameters. Before the first step, FSDP1 raises `Cannot flatten integer dtype tensors` or
+`Must flatten tensors with uniform dtype but got torch.float16 and torch.int8`.
 
 **An example that fails**
 
@@ -15,11 +14,11 @@ integer dtype tensors` or `Must flatten tensors with uniform dtype but got torch
 
     BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16)
 
-**How safe is the fix?** Safe: the stored bytes stay the same. Only the dtype of the tensor that stores them changes.
-For int8 weights, you have to load the model in nf4, which rounds to 4 bits, or without quantization.
+**How safe is the fix?** The fix is safe, because the stored bytes stay the same. Only the dtype of the tensor that stores the bytes
+changes. For int8 weights, you have to load the model in nf4, which rounds to 4 bits, or without quantization.
 
-**Seen in** bitsandbytes-foundation/bitsandbytes #970, #1709; huggingface/transformers #42600;
-axolotl-ai-cloud/axolotl #2250; hiyouga/LlamaFactory #3853.
+**Seen in** bitsandbytes-foundation/bitsandbytes #970, #1709; huggingface/transformers #42600; axolotl-ai-cloud/axolotl #2250;
+hiyouga/LlamaFactory #3853.
 """
 
 from isotype.core.dtypes import dtype_name

@@ -1,12 +1,11 @@
 """Processes of a sharded training that run different modules
 
-**What it means.** A part of the model runs only in some batches. For example, rows with images run the vision tower,
-but rows with only text do not. When a part runs, FSDP2 and ZeRO-3 gather the part's weights in a collective, in which
-all processes must take part.
+**What it means.** A part of the model runs only in some batches. For example, rows with images run the vision tower, but rows with only
+text do not. When such a part runs, FSDP2 and ZeRO-3 gather its weights in a collective operation, in which all processes must take part.
 
-**Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no image skips
-the tower and starts its next collective, while the other processes gather the tower's weights. The two collectives have
-different sizes, so the run hangs (NCCL) or crashes (gloo).
+**Why it happens.** Each process of a sharded training has its own batches. A process whose batch has no image skips the vision tower and
+starts its next collective operation, while the other processes gather the weights of the tower. The two collective operations have
+different sizes, so the training hangs (NCCL) or crashes (gloo).
 
 **An example that fails**
 
@@ -17,12 +16,13 @@ different sizes, so the run hangs (NCCL) or crashes (gloo).
 
     batch = collate([*rows, row_with_an_image])     # if no row has an image; all labels of the new row are -100
 
-`isotype sft` adds such a row.
+`isotype sft` adds a row without labels that runs these modules to such batches.
 
-**What is not reported.** The rule ignores experts and other modules inside of a layer, because their weights are
-gathered with the layer. IST705 reports the same problem under DDP.
+**What is not reported.** The rule ignores experts and other modules inside of a layer, because their weights are gathered with the layer.
+IST705 reports the same problem under DDP.
 
-**How safe is the fix?** Safe: a row without labels, or 0 times a module's output, adds nothing to the gradients.
+**How safe is the fix?** The fix is safe: a row without labels adds nothing to the gradients, and neither does 0 times the output of a
+module.
 
 **Seen in** isotype's own training of rows with and without images over two processes.
 """

@@ -1,10 +1,10 @@
-"""ZeRO-3 over parameters of several dtypes
+"""ZeRO-3 with parameters of several dtypes
 
-**What it means.** After the optimizer's step, DeepSpeed's ZeRO-3 gathers small parameters together. The small
-parameters have several dtypes, such as float32 adapters and a bfloat16 base.
+**What it means.** DeepSpeed's ZeRO-3 gathers small parameters together after the optimizer's step. The small parameters have several
+dtypes, such as float32 for adapters and bfloat16 for the base model.
 
-**Why it happens.** DeepSpeed 0.19.2 allocates the gathered parameters in the dtype of the first parameter. Later
-releases gather each parameter in its own dtype.
+**Why it happens.** DeepSpeed 0.19.2 allocates all gathered parameters in the dtype of the first parameter. Later releases of DeepSpeed
+gather each parameter in its own dtype.
 
 **An example that fails**
 
@@ -18,8 +18,8 @@ releases gather each parameter in its own dtype.
 
 **What is not reported.** The rule ignores ZeRO-1, ZeRO-2 and every release of DeepSpeed except 0.19.2.
 
-**How safe is the fix?** Safe: a newer DeepSpeed does not change the results. Unsafe: a cast of adapters to 16 bits,
-because 16-bit adapters lose small updates (IST801).
+**How safe is the fix?** A newer DeepSpeed is safe, because it does not change the results. A cast of adapters to 16 bits is unsafe, because
+16-bit adapters lose small updates (IST801).
 
 **Seen in** deepspeedai/DeepSpeed #8072; huggingface/trl #6089.
 """

@@ -1,11 +1,11 @@
 """Parameters without a gradient under DDP
 
-**What it means.** DDP averages the gradient of every trainable parameter over the processes. But from some batch, a
-parameter gets no gradient: the batch does not run the parameter's module, or the loss does not depend on the result.
+**What it means.** DDP averages the gradient of every trainable parameter over the processes. However, a parameter gets no gradient from
+some batch: the batch does not run the module of the parameter, or the loss does not depend on the module's result.
 
-**Why it happens.** Rows with only text do not run the vision tower, whose adapters are trained. Or the
-forward never calls a trained layer or head. The next step raises `Expected to have finished reduction in the
-prior iteration before starting a new one`, or the processes hang.
+**Why it happens.** Rows with only text do not run the vision tower, but the adapters of the tower are trained. In other cases, the forward
+never calls a trained layer or head. The next step raises `Expected to have finished reduction in the prior iteration before starting a new
+one`, or the processes hang.
 
 **An example that fails**
 
@@ -16,11 +16,11 @@ prior iteration before starting a new one`, or the processes hang.
 
     DistributedDataParallel(model, find_unused_parameters=True)        # or train only what every batch uses
 
-**What is not reported.** The rule reports nothing if `find_unused_parameters` is True. TrainingArguments sets it by
-default, except with gradient checkpointing.
+**What is not reported.** The rule reports nothing if `find_unused_parameters` is True. TrainingArguments sets `find_unused_parameters` to
+True by default, except with gradient checkpointing.
 
-**How safe is the fix?** Safe: DDP uses zero for a missing gradient, so weights get the same updates as in a training
-with a single process. The search for unused parameters makes each step a little slower.
+**How safe is the fix?** The fix is safe: DDP uses zero for a missing gradient, so the weights get the same updates as in a training with
+one process. The search for unused parameters makes each step a little slower.
 
 **Seen in** huggingface/trl #6617; hiyouga/LlamaFactory #5680, #6376; huggingface/peft #393.
 """

@@ -1,17 +1,17 @@
 """Updates that are lost to rounding in 16-bit weights
 
-**What it means.** Trainable parameters have 16 bits, and their updates are too small. If an update is less than half of
-the distance to the dtype's next number, value plus update is rounded to the value. Between 2^n and 2^(n+1), this
-distance is 2^(n-7) in bfloat16 and 2^(n-10) in float16. An Adam update is about as large as the learning rate. An SGD
-update is the learning rate times the gradient, so the rule needs the gradients of `isotype.measure_ranges` for it.
+**What it means.** Trainable parameters are 16-bit, and their updates are too small. If an update is less than half of the distance to the
+next number of the dtype, the sum of value and update is rounded back to the value. Between 2^n and 2^(n+1), this distance is 2^(n-7) in
+bfloat16 and 2^(n-10) in float16. An Adam update is about as large as the learning rate. An SGD update is the learning rate times the
+gradient. To check SGD, the rule needs the gradients that `isotype.measure_ranges` measures.
 
-**Why it is bad.** Most weights do not change. Large weights lose their updates first, especially the weights of norms,
-which are near one. Weight decay is lost even earlier, because it subtracts less than the update. The loss falls a
-little and then stops, without an error.
+**Why it is bad.** Most weights do not change. Large weights lose their updates first, especially the weights of norms, which are near one.
+Updates by weight decay are lost even earlier, because they are smaller than the other updates. The loss falls a little and then stops,
+without an error.
 
-**What is not reported.** Optimizers that round stochastically, or add the rounding errors in a later step (Kahan
-summation), lose no updates. But if such an optimizer multiplies bfloat16 tensors by a number above 0.998, the product is
-the tensor itself: this weight decay has no effect, or this moving average never falls.
+**What is not reported.** Optimizers that round stochastically, or add the rounding errors in a later step (Kahan summation), lose no
+updates. But if such an optimizer multiplies bfloat16 tensors by a number above 0.998, the product is the tensor itself: this weight decay
+has no effect, or this moving average never falls.
 
 **An example that costs**
 
@@ -23,11 +23,10 @@ the tensor itself: this weight decay has no effect, or this moving average never
     model.float()                                            # the optimizer updates float32 weights
     with torch.autocast("cuda", torch.bfloat16): ...         # matmuls in bfloat16
 
-**How safe is the fix?** Safe: a cast to float32 keeps every value. Float32 parameters take more memory.
+**How safe is the fix?** The fix is safe: a cast to float32 keeps every value. Float32 parameters take more memory.
 
-**Seen in** pytorch/ao #1124; tianweiy/CausVid #19; Nerogar/OneTrainer #996; verl-project/verl-omni #73;
-kyegomez/SingLoRA #6; unslothai/unsloth-zoo #680; huggingface/trl #1644;
-pytorch/pytorch #191763; Lorenzo-Mazza/VersatIL #5.
+**Seen in** pytorch/ao #1124; tianweiy/CausVid #19; Nerogar/OneTrainer #996; verl-project/verl-omni #73; kyegomez/SingLoRA #6;
+unslothai/unsloth-zoo #680; huggingface/trl #1644; pytorch/pytorch #191763; Lorenzo-Mazza/VersatIL #5.
 """
 
 import math
@@ -63,7 +62,7 @@ def find(trace: Trace) -> Findings:
                 "warning",
                 f"the step of {trace.setup.optimizer} does not change most values of its 16-bit copies of the weights",
                 phase="optimizer",
-                cause=f"the optimizer has 16-bit parameters that are not the model's: {_SMALL}",
+                cause=f"the optimizer has 16-bit parameters that do not belong to the model: {_SMALL}",
                 fixes=(advice("copies", "let the optimizer update float32 copies of the weights"),),
             )
         return
@@ -160,19 +159,21 @@ def _update(weight: Weight, trace: Trace) -> float:
 
 
 def _measured(weight: Weight, trace: Trace, module: str | None = None) -> ModuleRange:
-    """Return the `ModuleRange` of `module` (default: the weight's module), with zeros if nothing was measured."""
+    """Return the `ModuleRange` of `module` (default: the module of the weight), with zeros if nothing was measured."""
     name = base_name(weight.module if module is None else module)
     measured = {} if trace.setup.ranges is None else trace.setup.ranges.by_module
     return measured.get(name, ModuleRange(name, weight.kind, 0.0, 0.0))
 
 
 def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
-    """Return the median magnitude of a weight's nonzero values (0 if unknown), and a phrase on how it is known.
+    """Return the median magnitude of a weight's nonzero values (0 if unknown), and a phrase that says how the
+    magnitude is known.
 
-    Unknown values are estimated for matrices of the base model and for DoRA magnitudes. A magnitude is the norm of a row of
-    the layer's weight (https://arxiv.org/abs/2402.09353, eq. 5). A row of `n` normally distributed values with the median
-    magnitude m has the norm sqrt(n) m / 0.6745. If m was not measured, the weight is assumed to be untrained. Its standard
-    deviation is then 0.02 in transformers and 1 / sqrt(3 n) in torch; the smaller number is used.
+    Unknown values are estimated for matrices of the base model and for DoRA magnitudes. A DoRA magnitude is the norm of a
+    row of the layer's weight (https://arxiv.org/abs/2402.09353, eq. 5). A row of `n` normally distributed values with the
+    median magnitude m has the norm sqrt(n) m / 0.6745. If the median magnitude was not measured, the function assumes that
+    the weight is untrained. The standard deviation of an untrained weight is 0.02 in transformers and 1 / sqrt(3 n) in
+    torch. The function uses the smaller number.
     """
     if weight.median_magnitude is not None:
         return weight.median_magnitude, "values near"
@@ -180,7 +181,9 @@ def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
     if measured and not weight.adapter:
         return measured, "measured values near"
     if not weight.adapter and len(weight.shape) == 2:
-        return 0.6745 * _spread(weight.shape[1]), "not loaded; when initialised, half of its values are above"
+        return 0.6745 * _spread(
+            weight.shape[1]
+        ), "not loaded; after initialization, half of its values are above"
     if "magnitude" not in weight.name:
         return 0.0, ""
     layer = weight.name.partition("magnitude")[0].rpartition(".")[0]
@@ -191,7 +194,7 @@ def _size(weight: Weight, trace: Trace) -> tuple[float, str]:
     base = _measured(weight, trace, layer).median_weight
     if base:
         return math.sqrt(inputs[0]) * base / 0.6745, "values (from the layer's measured weights) near"
-    return math.sqrt(inputs[0]) * _spread(inputs[0]), "not loaded; when initialised, its values are near"
+    return math.sqrt(inputs[0]) * _spread(inputs[0]), "not loaded; after initialization, its values are near"
 
 
 def _spread(inputs: int) -> float:

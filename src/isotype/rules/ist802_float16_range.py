@@ -1,15 +1,14 @@
 """Values beyond float16's range
 
-**What it means.** float16's largest number is 65504. The finding is one of these:
+**What it means.** The largest number of float16 is 65504. The finding describes one of these problems:
 
 - A weight is infinite, or would become infinite in float16.
-- The weight of a norm is so large that the norm's output can exceed 65504: a norm of width n can return its weight
-  times sqrt(n).
-- A mask that is filled with float32's lowest number is cast to float16. The cast turns the number into minus infinity,
-  and the softmax of a row that is wholly masked (left padding) is NaN.
+- The weight of a norm is so large that the output of the norm can exceed 65504. A norm of width n can return its weight times sqrt(n).
+- Code fills a mask with the lowest float32 number, and casts the mask to float16. The cast turns this number into minus infinity, and the
+  softmax of a completely masked row (left padding) is NaN.
 
-**Why it is bad.** The next norm or softmax turns infinity into NaN. The loss is then NaN, or sampling stops with
-`probability tensor contains either inf, nan or element < 0`.
+**Why it is bad.** The next norm or softmax turns infinity into NaN. The loss is then NaN, or sampling stops with `probability tensor
+contains either inf, nan or element < 0`.
 
 **An example that fails**
 
@@ -19,11 +18,11 @@
 
     AutoModelForCausalLM.from_pretrained("google/gemma-3-4b-it", dtype=torch.bfloat16)    # or float32
 
-**How safe is the fix?** Safe: bfloat16 and float32 represent such values, but bfloat16 has only 8 significant bits. A
-mask that is filled with `torch.finfo(dtype).min` hides the same positions. Infinite weights have to be loaded again.
+**How safe is the fix?** bfloat16 and float32 are safe, because they represent such values. bfloat16 has only 8 significant bits. A mask
+that is filled with `torch.finfo(dtype).min` hides the same positions. Infinite weights have to be loaded again.
 
-**Seen in** huggingface/transformers #39972, #5651; JIA-Lab-research/LongLoRA #165; facebookresearch/metaseq
-#254; axolotl-ai-cloud/axolotl #902; google/gemma_pytorch #24.
+**Seen in** huggingface/transformers #39972, #5651; JIA-Lab-research/LongLoRA #165; facebookresearch/metaseq #254;
+axolotl-ai-cloud/axolotl #902; google/gemma_pytorch #24.
 """
 
 import math
@@ -41,7 +40,7 @@ from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import counted
 from isotype.rules.kit.words import at
 
-_HEADLINE = "a number beyond {given}'s range is written into a {given} tensor"
+_HEADLINE = "a number beyond the range of {given} is written into a {given} tensor"
 CLAIMS = (Claim("value", lambda broken: "without overflow" in broken.call.refusal, _HEADLINE, settled=False),)
 _FINITE = "write torch.finfo(tensor.dtype).min, where `tensor` is the filled tensor"
 
@@ -51,7 +50,7 @@ def find(trace: Trace) -> Findings:
         source, dtype = finding.source, group.mismatched.dtype
         number = max((value for _, value in group.calls[0].numbers), key=abs)
         where = at(source)
-        cause = f"the number {number:g}{where} is beyond {torch.finfo(dtype).max:g}, the largest of {dtype_name(dtype)}"
+        cause = f"the number {number:g}{where} is beyond {torch.finfo(dtype).max:g}, the largest number of {dtype_name(dtype)}"
         wide = [fix(f"fill a float32 tensor{where}", "line", (source,), "float32")] if source else []
         yield replace(finding, cause=cause, fixes=(*wide, *finding.fixes, advice(source, _FINITE)))
     yield from _emptied_rows(trace)
@@ -84,7 +83,7 @@ def find(trace: Trace) -> Findings:
         product = f"{_largest(worst):.3g} x sqrt({worst.shape[-1]})"
         yield finding_of(
             "warning",
-            f"{counted(norms, 'norm', 'can')} return values beyond float16's 65504",
+            f"{counted(norms, 'norm', 'can')} return values beyond 65504, the largest number of float16",
             norms,
             cause=f"{norms[0].name} reaches {_largest(norms[0]):.3g}",
             notes=(f"{worst.name}: up to {product} = {_bound(worst):.3g}",),
@@ -93,9 +92,9 @@ def find(trace: Trace) -> Findings:
 
 
 def _emptied_rows(trace: Trace) -> Findings:
-    """Yield a finding for each cast that turns whole rows of a mask into minus infinity.
+    """Yield a finding for each cast that turns all values of a mask's row into minus infinity.
 
-    For such a row, torch's fused attention returns zeros, and a plain softmax returns NaN.
+    For a completely masked row, torch's fused attention returns zeros, and a plain softmax returns NaN.
     """
     if not any(call.op.startswith("aten._softmax.") for call in trace.calls):
         return
@@ -105,7 +104,7 @@ def _emptied_rows(trace: Trace) -> Findings:
             "error",
             f"a cast to float16 fills {plural(calls[0].emptied, 'whole row')} of a mask with minus infinity: softmax returns NaN",
             calls,
-            cause=f"the cast at {short(source) or 'an unknown line'} gets a fill value below -65504, float16's lowest number",
+            cause=f"the cast at {short(source) or 'an unknown line'} gets a fill value below -65504, the lowest number of float16",
             fixes=(advice(source, "fill the mask after the cast, with torch.finfo(torch.float16).min"),),
         )
 

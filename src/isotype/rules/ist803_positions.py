@@ -1,15 +1,15 @@
 """Rotary positions in 16 bits
 
-**What it means.** Rotary frequencies, or the angles (position times frequency), are in 16 bits. Or a complex table
+**What it means.** Rotary frequencies, or the angles (position times frequency), are in 16 bits. In other cases, a complex table
 (`freqs_cis`) has lost its imaginary part, which contains the sines.
 
-**Why it happens.** `.to(bfloat16)`, `.half()` and DeepSpeed cast buffers, too, but `from_pretrained(dtype=…)` does not.
-`.to(bfloat16)` makes complex buffers real. Autocast multiplies positions by frequencies in 16 bits, unless the model
-disables autocast for this product.
+**Why it happens.** `.to(bfloat16)`, `.half()` and DeepSpeed also cast buffers, but `from_pretrained(dtype=…)` does not. `.to(bfloat16)`
+also makes complex buffers real. Autocast multiplies positions by frequencies in 16 bits, unless the model disables autocast for this
+product.
 
-**Why it is bad.** bfloat16 rounds an angle of about 2000 radians to a multiple of 8, so its cosine is arbitrary. No
-error is raised, but distant positions become equal. Without sines, queries and keys are scaled, not rotated; only
-`torch.view_as_real` and `.imag` raise an error. In bfloat16, a diffusion model's timestep 998.4 becomes 1000.
+**Why it is bad.** bfloat16 rounds an angle of about 2000 radians to a multiple of 8, so its cosine is arbitrary. No error is raised, but
+distant positions become equal. Without sines, queries and keys are scaled and not rotated. Only `torch.view_as_real` and `.imag` raise an
+error. In bfloat16, a diffusion model's timestep 998.4 becomes 1000.
 
 **An example that costs**
 
@@ -19,13 +19,12 @@ error is raised, but distant positions become equal. Without sines, queries and 
 
     isotype.repair(model, isotype.check(model, batch))      # frequencies are recomputed in float32
 
-**How safe is the fix?** Safe: `isotype.repair` computes the frequencies from the config in float32, in a few hundred
-bytes. You make the other fixes in your code: a complex table after the cast, float32 timesteps, or angles outside of
-autocast.
+**How safe is the fix?** The fix is safe: `isotype.repair` computes the frequencies from the config in float32, which takes a few hundred
+bytes. You apply the other fixes in your code: create a complex table after the cast, keep timesteps in float32, or compute angles outside
+of autocast.
 
-**Seen in** EleutherAI/gpt-neox #1003; huggingface/transformers #25681, #29285; huggingface/optimum-habana
-#746; modelscope/DiffSynth-Studio #562, #1025; huggingface/diffusers #9405;
-wfondrie/depthcharge #82; nkalyanv99/UNI-D2 #6.
+**Seen in** EleutherAI/gpt-neox #1003; huggingface/transformers #25681, #29285; huggingface/optimum-habana #746;
+modelscope/DiffSynth-Studio #562, #1025; huggingface/diffusers #9405; wfondrie/depthcharge #82; nkalyanv99/UNI-D2 #6.
 """
 
 import re
@@ -71,7 +70,7 @@ def find(trace: Trace) -> Findings:
         first = products[0]
         dtype = dtype_name(first.results[0][0])
         by = "autocast" if first.autocast else "a product"
-        how = "switch autocast off where the angles are computed, and compute them in float32"
+        how = "turn autocast off where the angles are computed, and compute them in float32"
         yield finding_at(
             "warning",
             f"rotary angles are computed in {dtype}",
@@ -82,7 +81,7 @@ def find(trace: Trace) -> Findings:
 
 
 def _without_imaginary(trace: Trace) -> Iterator[tuple[str, Finding]]:
-    """Yield (name, finding) for each real tensor that is used as a complex one, and for casts from complex to real."""
+    """Yield (name, finding) for each real tensor that is used as a complex tensor, and for each cast from complex to real."""
     if (end := trace.failure) is not None and _ONLY_COMPLEX.search(end.error):
         op = "torch.imag" if "imag" in end.error else "aten.view_as_real.default"
         for operand in [o for o in end.operands if o.origin.kind == "buffer"][:1]:
@@ -132,8 +131,8 @@ def _angles(trace: Trace, reported: Collection[str]) -> Findings:
             cause = f"the buffer {trace.owners[at].dtype_text}"
             keep = _recomputed(trace.owners[at])
         else:
-            cause = f"the input {at} has 16 bits"
-            keep = advice(at, f"give {at} as an integer or in float32, and cast the sines and cosines")
+            cause = f"the input {at} is 16-bit"
+            keep = advice(at, f"pass {at} as an integer or in float32, and cast the sines and cosines")
         yield finding_at(
             "warning",
             f"{first.op} gets an angle that is wrong by up to {first.off:.2g} radians, because a number was rounded to 16 bits",
@@ -155,7 +154,7 @@ def _fixes(rounded: list[Weight]) -> tuple[Fix, ...]:
 
 
 def _recomputed(buffer: Weight) -> Fix:
-    how = "in float32: a cast back to float32 does not restore lost digits"
+    how = "in float32, because a cast back to float32 does not restore lost digits"
     return advice(buffer.module, f"cast the model first, then compute {buffer.name} {how}")
 
 

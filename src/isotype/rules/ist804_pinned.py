@@ -1,11 +1,10 @@
 """A parameter in 16 bits that its author keeps in float32
 
-**What it means.** A parameter is in 16 bits, but the model's author keeps it in float32 (`_keep_in_fp32_modules`).
-Examples are T5's `wo`, routers and some norms. `from_pretrained(dtype=torch.float16)` follows the author's list, but
-`.half()` and `.to(dtype)` do not.
+**What it means.** A parameter is 16-bit, but the author of the model keeps it in float32 (`_keep_in_fp32_modules`). Examples are T5's `wo`,
+routers and some norms. `from_pretrained(dtype=torch.float16)` keeps these parameters in float32, but `.half()` and `.to(dtype)` do not.
 
-**Why it is bad.** The author keeps a parameter in float32 because the model fails otherwise: T5's `wo`
-overflows in float16, and the loss is NaN.
+**Why it is bad.** The author keeps a parameter in float32 because the model fails otherwise. For example, T5's `wo` overflows in float16,
+and the loss is NaN.
 
 **An example that fails**
 
@@ -15,8 +14,8 @@ overflows in float16, and the loss is NaN.
 
     T5ForConditionalGeneration.from_pretrained(path, dtype=torch.float16)
 
-**How safe is the fix?** Safe: the fix keeps the parameter in float32, as its author requires. A cast does not restore
-digits that were rounded away, so load the checkpoint again.
+**How safe is the fix?** The fix is safe: it keeps the parameter in float32, as the author requires. A cast does not restore digits that
+were rounded away, so load the checkpoint again.
 
 **Seen in** huggingface/transformers #5651.
 """

@@ -1,12 +1,12 @@
-"""A long reduction returned in 16 bits
+"""A sum over many values that is returned in 16 bits
 
-**What it means.** An operator returns log-probabilities over a vocabulary, or cumulative sums over a long axis, in 16
-bits: the result is rounded to 8 significant bits in bfloat16, or 11 in float16. Or a loop of the code (`total += loss`)
-adds many 16-bit numbers one after another, and each addition rounds the sum.
+**What it means.** An operator returns log-probabilities over a vocabulary, or cumulative sums over a long axis, in 16 bits. The result then
+has only 8 significant bits in bfloat16, or 11 in float16. In other cases, a loop in the code (`total += loss`) adds many 16-bit numbers one
+after another, and each addition rounds the sum.
 
-**Why it is bad.** In bfloat16, a log-probability near -10 is rounded to steps of 0.06, so RL's probability ratios are
-wrong by up to 6 %. Distillation losses and perplexities are less exact, too. A cumulative sum in 16 bits stops growing:
-in bfloat16, 256 + 1 is 256. A loop that adds losses gets the right gradients, but a wrong sum.
+**Why it is bad.** In bfloat16, a log-probability near -10 is rounded to a multiple of 0.06, so the probability ratios of RL are wrong by up
+to 6 %. Distillation losses and perplexities also become less exact. A cumulative sum in 16 bits stops growing: in bfloat16, 256 + 1 is 256.
+A loop that adds losses gets the right gradients, but a wrong sum.
 
 **An example that costs**
 
@@ -16,8 +16,8 @@ in bfloat16, 256 + 1 is 256. A loop that adds losses gets the right gradients, b
 
     logprobs = model(ids).logits.float().log_softmax(-1)     # in chunks of rows if memory is short
 
-**How safe is the fix?** Safe: float32 only adds digits. A cast of an operator's input takes the memory of one float32
-copy, such as the logits. A sum in float32 (`total += loss.float()`) takes none.
+**How safe is the fix?** The fix is safe, because float32 only adds digits. A cast of an operator's input takes the memory of a float32 copy
+of this input, such as the logits. A sum in float32 (`total += loss.float()`) takes no additional memory.
 
 **Seen in** huggingface/transformers #31267.
 """
@@ -36,7 +36,7 @@ _LONG = 256
 """If an operator reduces fewer values, such as scores of experts or classes, the lost digits rarely matter."""
 
 _INACCURATE = 1 / 16
-"""A sum is reported from this relative error on, if each addition is wrong by half a unit in the last place."""
+"""The rule reports a sum if its relative error is at least this large. It assumes that each addition is wrong by half a unit in the last place."""
 
 
 def find(trace: Trace) -> Findings:
@@ -65,7 +65,7 @@ def find(trace: Trace) -> Findings:
 
 
 def _adds_numbers(call: Call) -> bool:
-    """Return whether a call adds two 16-bit tensors without dimensions."""
+    """Return True if a call adds two 16-bit tensors without dimensions."""
     numbers = len(call.operands) == 2 and not any(operand.shape for operand in call.operands)
     return call.op in ("aten.add.Tensor", "aten.add_.Tensor") and numbers and call.results[0][0] in HALVES
 

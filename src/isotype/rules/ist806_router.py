@@ -1,12 +1,11 @@
 """Experts chosen from 16-bit scores
 
-**What it means.** A mixture-of-experts router multiplies hidden states and its weight in 16 bits. The scores that
-choose the experts then have 8 (bfloat16) or 11 (float16) significant bits. A float32 softmax of the scores does not
-restore the lost bits.
+**What it means.** A mixture-of-experts router multiplies hidden states and its weight in 16 bits. The scores that choose the experts then
+have only 8 (bfloat16) or 11 (float16) significant bits. A float32 softmax of the scores does not restore the lost bits.
 
-**Why it is bad.** Two scores that differ by less than the last of these bits become equal or change their order. A
-token then goes to other experts than in float32. A token's experts can also change with the batch's padding or with the
-kernel. The balance loss and the routing weights use the same rounded numbers.
+**Why it is bad.** Two scores that differ by less than the last significant bit become equal or change their order. The router then sends a
+token to other experts than in float32. A token's experts can also change with the batch's padding or with the kernel. The balance loss and
+the routing weights use the same rounded numbers.
 
 **An example that costs**
 
@@ -18,9 +17,8 @@ kernel. The balance loss and the routing weights use the same rounded numbers.
     scores = F.linear(hidden.float(), self.gate.weight.float())
     weights, chosen = scores.softmax(-1).topk(2)
 
-**How safe is the fix?** Safe: a float32 router only adds digits, and its matmul is small (one score for each token and
-expert). If a model was pretrained with a 16-bit router, as its reference code shows, a float32 router chooses other
-experts for a few tokens.
+**How safe is the fix?** The fix is safe: a float32 router only adds digits, and its matmul is small (one score for each token and expert).
+If a model was pretrained with a 16-bit router, as its reference code shows, a float32 router chooses other experts for a few tokens.
 
 **Seen in** pytorch/torchtitan #2389; NVIDIA-NeMo/Automodel #3650.
 """
@@ -69,7 +67,7 @@ def _finding(trace: Trace, owner: Weight, product: Call, weight: Operand) -> Fin
     weights = {starred(w.name) for w in trace.weights if starred(w.module) == router and not w.buffer}
     wide = (*actions("parameter", sorted(weights), "float32"), Action("input", router, "float32"))
     back = Action("output", router, dtype_name(dtype))
-    narrow = f"let the router choose in float32 and return {dtype_name(dtype)}"
+    narrow = f"let the router choose the experts in float32 and return {dtype_name(dtype)}"
     how = "outside of autocast, cast the router's input and weight to float32 before the product"
     return finding_at(
         "note",
@@ -102,7 +100,7 @@ def router_products(trace: Trace) -> Iterator[tuple[Call, Operand, torch.dtype]]
 
 
 def _weight(owners: Mapping[str, Weight], operand: Operand) -> Operand | None:
-    """If `operand` is a matrix weight or a cast of it, return `operand` with this weight as the origin; else None."""
+    """If `operand` is a matrix weight or a cast of a matrix weight, return `operand` with this weight as the origin; else None."""
     origin = next((step for step in operand.origin.path() if step.kind == "parameter"), operand.origin)
     owner = owners.get(origin.name)
     whole = owner is not None and not owner.buffer and math.prod(owner.shape) == math.prod(operand.shape)
@@ -112,7 +110,8 @@ def _weight(owners: Mapping[str, Weight], operand: Operand) -> Operand | None:
 def _scores_of(choice: Call, products: list[tuple[Call, Operand]]) -> tuple[Call, Operand] | None:
     """Return (product, weight) of a router: the product computes a score for each token and expert.
 
-    The call `choice` chooses by these scores. The product is the last one inside of the parent module of `choice`.
+    The call `choice` chooses experts by these scores. The product is the last one inside of the parent module of
+    `choice`.
     """
     wanted = choice.operands[0].shape
     inside = (f"{choice.module}.", f"{choice.module.rpartition('.')[0]}.")

@@ -1,12 +1,12 @@
 """Integers too large for a 16-bit dtype
 
-**What it means.** `torch.arange` returns a 16-bit result, a cast rounds its result to 16 bits, or an optimizer counts
-steps in a 16-bit tensor. bfloat16 represents every integer up to 256, and float16 up to 2048. Above these limits, some
+**What it means.** `torch.arange` returns a 16-bit result, a cast rounds the result of `torch.arange` to 16 bits, or an optimizer counts
+steps in a 16-bit tensor. bfloat16 represents every integer up to 256, and float16 every integer up to 2048. Above these limits, some
 integers become equal to their neighbours.
 
-**Why it is bad.** Positions, distances and bins that should differ are the same: from 512 on, bfloat16 represents only
-every fourth position. Nothing fails, and short test sequences are not affected. A step count in bfloat16 stops at 256,
-so Adam's bias correction stops too, and every later update is too small.
+**Why it is bad.** Positions, distances and bins that should differ are the same: from 512 on, bfloat16 represents only every fourth
+position. No error is raised, and tests with short sequences are not affected. A step count in bfloat16 stops at 256. Adam's bias correction
+then stops too, and every later update is too small.
 
 **An example that costs**
 
@@ -16,7 +16,7 @@ so Adam's bias correction stops too, and every later update is too small.
 
     positions = torch.arange(hidden.shape[1])                          # integers, or dtype=torch.float32
 
-**How safe is the fix?** Safe: positions and step counts are exact as integers, and up to 16 million in float32.
+**How safe is the fix?** The fix is safe: positions and step counts are exact as integers, and as float32 numbers up to 16 million.
 
 **Seen in** EleutherAI/gpt-neox #1003; pytorch/ao #4915; vllm-project/speculators #411, #899.
 """
@@ -67,7 +67,7 @@ def _counters(trace: Trace) -> Findings:
 
 
 def _is_counter(call: Call) -> bool:
-    """Return whether a call is an optimizer's count of steps: it adds a number to 16-bit tensors of one element."""
+    """Return True if a call is an optimizer's count of steps: it adds a number to 16-bit tensors of one element."""
     foreach = call.op.startswith("aten._foreach_add_.")  # adds one tensor to the counts of all parameters
     if call.phase != "optimizer" or not (foreach or call.op.startswith("aten.add_.")):
         return False
@@ -78,7 +78,7 @@ def _is_counter(call: Call) -> bool:
 
 
 def _counts(call: Call, before: Call | None) -> bool:
-    """Return whether a call is an `arange`, or a cast that follows an `arange` (`before`) on the same line."""
+    """Return True if a call is an `arange`, or a cast that follows an `arange` (`before`) on the same line."""
     casts = call.op.startswith("aten._to_copy.") and before is not None and call.source == before.source
     return (before if casts and before else call).op.startswith("aten.arange.")
 

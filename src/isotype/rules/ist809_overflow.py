@@ -1,13 +1,13 @@
 """Measured values beyond float16's range
 
-**What it means.** `isotype.measure_ranges` measured the values of this model in a float32 step. An operand or result of
-a float16 operator exceeds 65504, float16's largest number. Or the loss or a gradient is infinite or NaN even in
-float32, because of `sqrt(0)`, `0 / 0`, or `log(softmax(x))` of large scores. Values above 65504 are most frequent in
-the residual stream (the hidden states to which every block adds its result) of models that were trained in bfloat16.
-Other frequent places are the gated product before `down_proj`, the queries, the keys and the gradients.
+**What it means.** `isotype.measure_ranges` measured the values of this model in a float32 step. An operand or result of a float16 operator
+exceeds 65504, the largest number of float16. In other cases, the loss or a gradient is infinite or NaN even in float32, because of
+`sqrt(0)`, `0 / 0`, or `log(softmax(x))` of large scores. Values above 65504 are most frequent in the residual stream of models that were
+trained in bfloat16. The residual stream is the tensor of hidden states to which every block adds its result. Other frequent places are the
+gated product before `down_proj`, the queries, the keys and the gradients.
 
-**Why it is bad.** Values above 65504 become infinite, the next norm or softmax turns them into NaN, and the loss is NaN
-in every step. A GradScaler skips every such step, so nothing is trained.
+**Why it is bad.** Values above 65504 become infinite in float16, the next norm or softmax turns them into NaN, and the loss is NaN in every
+step. A GradScaler skips every such step, so nothing is trained.
 
 **An example that fails**
 
@@ -19,16 +19,16 @@ in every step. A GradScaler skips every such step, so nothing is trained.
     policy = isotype.resolve_precision("google/gemma-3-1b-it", "float16", ranges=ranges)   # a float32 residual stream
     model = isotype.load("google/gemma-3-1b-it", policy)
 
-**How safe is the fix?** Safe: matmuls stay in float16. The residual stream, or a module with large values, is computed
-in float32, which takes twice the memory. Or a matmul's input is divided by a power of two and its result multiplied by
-it, which changes no digit. A step in float32, a smaller fill value of a mask, and an epsilon in `sqrt` are safe, too.
-Unsafe: a cast of frozen float16 weights to bfloat16, which loses three bits.
+**How safe is the fix?** The fix is safe: matmuls stay in float16. The fix computes the residual stream, or a module with large values, in
+float32, which takes twice the memory. For some matmuls, the fix divides the input by a power of two and multiplies the result by the same
+number, which changes no digit. A step in float32, a smaller fill value of a mask, and an epsilon in `sqrt` are also safe. A cast of frozen
+float16 weights to bfloat16 is unsafe, because bfloat16 has three bits less.
 
-**What was compared.** Each operator that runs in float16 is compared with its largest measured magnitude. Other data
+**What was compared.** The rule compares each operator that runs in float16 with the largest magnitude that was measured for it. Other data
 can have larger values, so the report gives the headroom: 65504 divided by this magnitude.
 
-**Seen in** huggingface/transformers #36822, #39972, #12225; google/gemma_pytorch #24; unslothai/unsloth
-#4005; unslothai/unsloth-zoo #600; NVIDIA/apex #379.
+**Seen in** huggingface/transformers #36822, #39972, #12225; google/gemma_pytorch #24; unslothai/unsloth #4005; unslothai/unsloth-zoo #600;
+NVIDIA/apex #379.
 """
 
 import math
@@ -48,7 +48,7 @@ from isotype.rules.kit.value_ranges import Float16Value, float16_values
 
 KIND = "values"
 
-_GUARDS = "call log_softmax or logsigmoid in place of two functions, or add an epsilon to a divisor or to the argument of sqrt or log"
+_GUARDS = "call log_softmax or logsigmoid in place of the two functions, or add an epsilon to a divisor or to the argument of sqrt or log"
 
 
 def find(trace: Trace) -> Findings:
@@ -85,7 +85,7 @@ def _mask(beyond: Sequence[Float16Value]) -> Finding:
     value, where = number(first.value), short(first.call.source)
     return finding_at(
         "warning",
-        f"the number {value} becomes infinite in float16: a row that is masked completely becomes NaN",
+        f"the number {value} becomes infinite in float16: a completely masked row becomes NaN",
         [first.call],
         places=tuple(dict.fromkeys(value.module for value in beyond)),
         cause=f"{_short(first.call.op)} by {value} at {where}",
@@ -94,7 +94,7 @@ def _mask(beyond: Sequence[Float16Value]) -> Finding:
 
 
 def _undefined(ranges: Ranges, operator: OperatorRange) -> Finding:
-    """Return the finding for a step whose loss or gradients are not finite in float32 either."""
+    """Return the finding for a step whose loss or gradients are infinite or NaN even in float32."""
     what = "gradients" if all(map(math.isfinite, ranges.loss)) else "loss and gradients"
     where = short(operator.source) or named(operator.module)
     returns = "NaN" if math.isnan(operator.output) else "infinity"
@@ -126,7 +126,7 @@ def _finding(trace: Trace, ranges: Ranges, beyond: Sequence[Float16Value]) -> Fi
         [first.call],
         module=first.module,  # in a folded trace the call has another layer's name
         places=tuple(dict.fromkeys(value.module for value in beyond)),
-        cause=f"{what} of {named(first.module)} reach {value}, and float16's largest number is 65,504",
+        cause=f"{what} of {named(first.module)} reach {value}, but float16's largest number is 65,504",
         notes=tuple(_notes(trace, ranges, beyond)),
         fixes=tuple(_fixes(trace, ranges)),
     )

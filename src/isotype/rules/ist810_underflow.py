@@ -1,10 +1,10 @@
 """Gradients too small for float16 at the first loss scale
 
-**What it means.** A GradScaler multiplies gradients by 65536 at first. More than half of the gradient values that
-`isotype.measure_ranges` measured are below 3e-8 even then. float16 rounds them to zero (its smallest number is 6e-8).
+**What it means.** A GradScaler multiplies the gradients by 65536 at first. More than half of the measured gradients are below 3e-8 even
+after this multiplication (`isotype.measure_ranges` measures them). float16 rounds them to zero, because its smallest number is 6e-8.
 
-**Why it is bad.** A parameter whose gradient is rounded to zero does not change. A GradScaler doubles its scale, but
-only once in 2000 steps without an overflow: most of a short training is over by then.
+**Why it is bad.** A parameter whose gradient is rounded to zero does not change. A GradScaler doubles its scale only once in 2000 steps
+without an overflow. Most of a short training is over by then.
 
 **An example that costs**
 
@@ -16,11 +16,11 @@ only once in 2000 steps without an overflow: most of a short training is over by
     policy = isotype.resolve_precision(model, "float16", ranges=ranges)
     scaler = torch.amp.GradScaler(init_scale=policy.loss_scale)    # the largest gradient is then at most 4094
 
-**How safe is the fix?** Safe: the scaler multiplies the loss by a power of two and divides the gradients by
-the same number. If the scale is too large, the scaler skips one step and halves the scale.
+**How safe is the fix?** The fix is safe: the scaler multiplies the loss by a power of two and divides the gradients by the same number. If
+the scale is too large, the scaler skips one step and halves the scale.
 
-**Seen in** Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2: the training of detection networks
-diverged because most of their gradients were too small for float16.
+**Seen in** Mixed Precision Training (https://arxiv.org/abs/1710.03740), section 3.2: the training of detection networks diverged because
+most of their gradients were too small for float16.
 """
 
 import math

@@ -1,14 +1,13 @@
-"""An epsilon that becomes zero in 16 bits, or a clamp's bound that becomes 1
+"""An epsilon that becomes 0 in 16 bits, or a clamp's bound that becomes 1
 
-**What it means.** In 16 bits, an epsilon becomes zero or a bound becomes 1. An epsilon should keep a divisor or the
-argument of a logarithm above zero, but float16's smallest positive number is 6e-8. Examples are `x / (norm + 1e-8)`,
-`log(p.clamp(min=1e-12))`, and `F.normalize` with its default, 1e-12. A clamp with `max=1 - 1e-6` should keep values
-below 1, but the largest number below 1 is 0.9995 in float16, and 0.996 in bfloat16.
+**What it means.** In 16 bits, an epsilon becomes zero, or the bound of a clamp becomes 1. An epsilon should keep a divisor or the argument
+of a logarithm above zero, but the smallest positive number of float16 is 6e-8. Examples are `x / (norm + 1e-8)`, `log(p.clamp(min=1e-12))`,
+and `F.normalize` with its default, 1e-12. A clamp with `max=1 - 1e-6` should keep values below 1, but the largest number below 1 is 0.9995
+in float16, and 0.996 in bfloat16.
 
-**Why it is bad.** For a row of zeros, the line computes log(0) or 0 / 0, and the loss of the step is NaN. Such rows are
-padding, an empty span, or squares that float16 rounds to zero. Steps without a zero row are not affected. In bfloat16,
-the sigmoid of a score above 6.3 is 1, so log(1 - 1) is infinite. Even with a finite loss, the gradient at a clamp's
-bound may be NaN.
+**Why it is bad.** For a row of zeros, the line computes log(0) or 0 / 0, and the loss of the step is NaN. Examples of such rows are
+padding, an empty span, and squares that float16 rounds to zero. A step without such a row has no NaN. In bfloat16, the sigmoid of a score
+above 6.3 is 1, so log(1 - 1) is infinite. Even if the loss is finite, the gradient at the bound of a clamp may be NaN.
 
 **An example that costs**
 
@@ -18,14 +17,13 @@ bound may be NaN.
 
     pooled = F.normalize(hidden.half().mean(1), dim=-1, eps=torch.finfo(torch.float16).tiny)    # 6e-5
 
-**What is not reported.** The rule ignores lines in the code of transformers' models, such as divisions by a sum of
-scores.
+**What is not reported.** The rule ignores lines in the code of transformers' models, such as divisions by a sum of scores.
 
-**How safe is the fix?** Safe: the new epsilon is 6e-5, because smaller float16 divisors are inexact anyway. A clamp's
-new bound is `1 - torch.finfo(dtype).eps`. A line that computes in float32 can keep its numbers.
+**How safe is the fix?** The fix is safe: the new epsilon is 6e-5, because smaller float16 divisors are inexact in any case. The new bound
+of a clamp is `1 - torch.finfo(dtype).eps`. A line that computes in float32 can keep its epsilon or bound.
 
-**Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106;
-MinishLab/model2vec #368; fastino-ai/GLiNER2 #155; lightonai/pylate #239.
+**Seen in** pytorch/pytorch #32137; kornia/kornia #3966, #4021; pyg-team/pytorch_geometric #2106; MinishLab/model2vec #368;
+fastino-ai/GLiNER2 #155; lightonai/pylate #239.
 """
 
 import torch
@@ -40,7 +38,7 @@ _GUARDS = {
     **dict.fromkeys(("add", "add_"), "other"),
     **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_min_"), "min"),
 }
-"""Operators that can keep a value above zero -> the name of their epsilon argument."""
+"""Maps an operator that can keep a value above zero to the name of its epsilon argument."""
 _CLAMPS = frozenset({"clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"})
 
 

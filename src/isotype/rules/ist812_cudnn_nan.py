@@ -1,18 +1,17 @@
 """cuDNN kernels that may return NaN or wrong values
 
-**What it means.** On H100, H200 and B200, cuDNN's kernel computes attention with a mask. Up to torch 2.13, the kernel
-reads a float32 mask of 16-bit queries as if it were 16-bit: its outputs are wrong or NaN, and no error is raised. On
-Hopper (H100, H200), there is a second error. In torch 2.11 to 2.14, the
-backward of this kernel may return NaN as the gradient of the queries. NaN occurs if the number of keys is a multiple of
-128 plus 64, and if all scores of a row are below -88, as in heads of Qwen2.5 that attend to a single token. On GTX 16 cards (GTX 1650, GTX 1660), float16 convolutions of images
-may return NaN.
+**What it means.** On H100, H200 and B200, cuDNN's kernel computes attention with a mask. Up to torch 2.13, the kernel reads a float32 mask
+of 16-bit queries as if the mask were 16-bit. Its outputs are wrong or NaN, and no error is raised. On Hopper (H100, H200), there is a
+second error. In torch 2.11 to 2.14, the backward of this kernel may return NaN as the gradient of the queries. NaN occurs if two conditions
+hold: the number of keys is a multiple of 128 plus 64, and all scores of a row are below -88, as in heads of Qwen2.5 that attend to a single
+token. On GTX 16 cards (GTX 1650, GTX 1660), float16 convolutions of images may return NaN.
 
-**Why it is bad.** The loss stays finite, the gradients of one step are NaN, and every weight is NaN from the next
-step on. Padded batches differ in length, so the first NaN comes after minutes or days.
+**Why it is bad.** The loss stays finite, the gradients of one step are NaN, and every weight is NaN from the next step on. Padded batches
+differ in length, so the first NaN may occur only after minutes or days.
 
-**Why it happens.** The kernel works on tiles of 128 keys. For the empty half of the last tile, the kernel uses scores
-of 0 instead of minus infinity. After the row's largest score, below -88, is subtracted, exp(0 + 88) is infinite in
-float32. The reason for NaN from convolutions is not known; the reports have torch 1.8 to 1.11 with CUDA 11.
+**Why it happens.** The kernel works on tiles of 128 keys. For the empty half of the last tile, the kernel uses scores of 0 instead of minus
+infinity. The kernel subtracts the largest score of the row, which is below -88. Then exp(0 + 88) is infinite in float32. The cause of NaN
+in convolutions is not known. The public reports use torch 1.8 to 1.11 with CUDA 11.
 
 **An example that fails**
 
@@ -22,12 +21,13 @@ float32. The reason for NaN from convolutions is not known; the reports have tor
 
     torch.backends.cuda.enable_cudnn_sdp(False)     # before the training; isotype's trainings do it
 
-A float32 mask must be cast to the queries' dtype: torch's other kernel refuses it.
+A float32 mask must be cast to the dtype of the queries, because torch's other kernel does not accept it.
 
-**How safe is the fix?** Safe: torch then uses another kernel, which computes the same attention. The cuDNN of torch
-2.15 does not have the error. Convolutions in float32 are safe, but take twice the memory.
+**How safe is the fix?** The fix is safe: torch then uses another kernel, which computes the same attention. The cuDNN of torch 2.15 does
+not have the error. Convolutions in float32 are safe, but take twice the memory.
 
-**Seen in** pytorch/pytorch #58123, #69449, #77955, #191612, #196678; NVIDIA-NeMo/Automodel #2617; ultralytics/yolov5 #5815, #7908; dreamgaussian/dreamgaussian #36; huggingface/trl #7181 (DPO and KTO); kyutai-labs/pocket-tts #264.
+**Seen in** pytorch/pytorch #58123, #69449, #77955, #191612, #196678; NVIDIA-NeMo/Automodel #2617; ultralytics/yolov5 #5815, #7908;
+dreamgaussian/dreamgaussian #36; huggingface/trl #7181 (DPO and KTO); kyutai-labs/pocket-tts #264.
 """
 
 import re
@@ -51,7 +51,7 @@ from isotype.rules.kit.words import cause_text
 KIND = "device"
 
 _KERNELS = ("cudnn_attention", "flash_attention_for_cpu")
-"""Names of cuDNN's attention, and of the CPU's attention that a trace on fake tensors records instead."""
+"""Names of cuDNN's attention operator, and of the CPU operator that a trace on fake tensors records in its place."""
 _MASKS = ("attn_mask", "attn_bias")
 _GTX_16 = re.compile(r"\bGTX 16\d\d\b")
 _SWITCH = "torch.backends.cuda.enable_cudnn_sdp"

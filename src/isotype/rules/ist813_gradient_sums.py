@@ -1,12 +1,11 @@
 """Gradients of many micro-batches or chunks added up in 16 bits
 
-**What it means.** The gradients of many micro-batches are added up in a 16-bit `.grad`. Or a line of code adds up the
-parts of a weight's gradient in a 16-bit tensor, as a loss that computes the logits in chunks does. Each addition rounds
-the sum. After 64 additions, the sum is wrong by about 0.9 % in bfloat16, and by 0.1 % in float16.
+**What it means.** The gradients of many micro-batches are added up in a 16-bit `.grad`. The rule also reports a line of code that adds up
+the parts of a weight's gradient in a 16-bit tensor, as a loss that computes the logits in chunks does. Each addition rounds the sum. After
+64 additions, the sum is wrong by about 0.9 % in bfloat16, and by 0.1 % in float16.
 
-**Why it is bad.** A gradient that is small compared with the sum adds nothing, so the first micro-batches weigh more
-than the last ones. The loss falls, but many accumulated micro-batches train worse than the same rows in one large
-batch.
+**Why it is bad.** A gradient that is small compared with the sum adds nothing, so the first micro-batches count more than the last ones.
+The loss falls, but many accumulated micro-batches train worse than the same rows in one large batch.
 
 **An example that costs**
 
@@ -18,10 +17,10 @@ batch.
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     SFTConfig(bf16=True, gradient_accumulation_steps=64)     # float32 gradients, but matmuls in bfloat16
 
-**What is not reported.** The rule ignores errors below 0.5 %. In bfloat16, a sum of 20 micro-batches has this error; in
-float16, a sum of 1,259.
+**What is not reported.** The rule ignores errors below 0.5 %. In bfloat16, a sum of 20 micro-batches has an error of 0.5 %. In float16, a
+sum of 1,259 micro-batches has this error.
 
-**How safe is the fix?** Safe: a cast to float32 keeps every value. Float32 weights, or a float32 sum, take more memory.
+**How safe is the fix?** The fix is safe: a cast to float32 keeps every value. Float32 weights, or a float32 sum, take more memory.
 
 **Seen in** NVIDIA/Megatron-LM #502; mlnomadpy/flaxchat #6; axolotl-ai-cloud/axolotl #1601; linkedin/Liger-Kernel #1391;
 allenai/OLMo-core #370.
@@ -40,7 +39,7 @@ from isotype.rules.kit.weight_sets import count, float32_masters, spacing, train
 from isotype.rules.kit.words import op_name
 
 _VISIBLE = 0.005
-"""Smallest relative error that is reported. A smaller error is less than the noise of a gradient over many rows."""
+"""The rule reports relative errors from this size. A smaller error is below the noise of a gradient over many rows."""
 
 
 def find(trace: Trace) -> Findings:
@@ -55,7 +54,7 @@ def find(trace: Trace) -> Findings:
                 f"gradients of {micro_batches} micro-batches are added up in {dtype_name(dtype)}",
                 weights,
                 phase="backward",
-                notes=(f"{affected}; the sums are off by about {100 * error:.1f} %",),
+                notes=(f"{affected}; the sums are wrong by about {100 * error:.1f} %",),
                 fixes=float32_masters(trace, weights),
             )
     sums = ((name, call) for call in trace.calls if (name := _summed(call, trace)))

@@ -1,15 +1,15 @@
-"""A softmax or a mean over nothing
+"""A softmax or a mean over no values
 
-**What it means.** The result of an operator is NaN, whatever the weights are. Either a mask hides every position of a row of a
-softmax, or a mean is computed over no values (`losses[mask].mean()`). Or no label of the batch counts in a mean loss.
-If no label counts in a sum, the loss and all gradients are 0, and the finding is a warning.
+**What it means.** The result of an operator is NaN for all values of the weights. For example, a mask hides every position of a row of a
+softmax, or a mean is computed over no values (`losses[mask].mean()`). A mean loss is also NaN if no label of the batch counts. If no label
+counts in a sum, the loss and all gradients are 0, and the finding is a warning.
 
-**Why it happens.** Code fills hidden scores with `float("-inf")`, and no position of a row is visible. Examples are a
-row's first tokens in a causal model with padding on the left, and a row that is only padding. Labels are all -100 if
-`max_length` cuts off every answer, or if the template's markers are not found in the text.
+**Why it happens.** Code fills the scores of hidden positions with `float("-inf")`, and no position of a row is visible. Examples are the
+first tokens of a row in a causal model with padding on the left, and a row that contains only padding. All labels are -100 if `max_length`
+cuts off every answer, or if the markers of the template do not occur in the text.
 
-**Why it is bad.** The step's loss or all of its gradients are NaN, and the optimizer then makes every weight NaN. A
-sum over no label trains nothing.
+**Why it is bad.** The step's loss or all of its gradients are NaN, and the optimizer then makes every weight NaN. A sum over no label
+trains nothing.
 
 **An example that fails**
 
@@ -20,12 +20,11 @@ sum over no label trains nothing.
 
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
 
-**What is not reported.** The rule ignores rows whose NaN is replaced afterwards (`nan_to_num`, `masked_fill`, `where`),
-masks that depend on weights or have more than 16,384 elements, and `scaled_dot_product_attention` (zeros for such
-rows).
+**What is not reported.** The rule ignores rows whose NaN is replaced afterwards (`nan_to_num`, `masked_fill`, `where`), and masks that
+depend on weights or have more than 16,384 elements. It also ignores `scaled_dot_product_attention`, which returns zeros for such rows.
 
-**How safe is the fix?** Safe: the new fill value changes only rows in which all positions are masked, and
-`count.clamp(min=1)` changes only means over nothing. If no label counts, you change the data or its mask.
+**How safe is the fix?** The fix is safe: the new fill value changes only rows in which all positions are masked, and `count.clamp(min=1)`
+changes only means over no values. If no label counts, you change the data or the mask of the labels.
 
 **Seen in** pytorch/pytorch #103749; bytedance/UniVR #13; huggingface/trl #6671; hiyouga/LlamaFactory #4278.
 """
@@ -38,7 +37,7 @@ from isotype.rules.kit.words import op_name, place
 
 
 def find(trace: Trace) -> Findings:
-    """Yield a finding for each line with a NaN result because all scores of a row, or all labels, are masked."""
+    """Yield a finding for each line whose result is NaN because all scores of a row, or all labels, are masked."""
     losses = [call for call in trace.calls if "nll_loss" in call.op and call.phase == "forward"]
     labelled = not all(call.undefined for call in losses)  # a loss in parts may have a part without labels
     nothing = (call for call in trace.calls if call.undefined and call.phase == "forward")
@@ -91,7 +90,7 @@ def _rows(calls: list[Call]) -> Finding:
 
 
 def _labels(calls: list[Call]) -> Finding:
-    how = "give every row a label: raise max_length, correct the mask of the answers, or leave the row out"
+    how = "give every row a label: increase max_length, correct the mask of the answers, or remove the row"
     summed = calls[0].undefined < 0
     result = "the sum is 0 (a mean is NaN), and nothing is trained" if summed else "the mean loss is NaN"
     message = f"no label of the batch counts in the loss: {result}"

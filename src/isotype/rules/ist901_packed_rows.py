@@ -1,13 +1,12 @@
 """Packed sequences that attend to each other
 
-**What it means.** Sequences packed into one row attend to each other: predictions depend on the tokens of other
+**What it means.** Several sequences are packed into one row and attend to each other. Predictions then depend on the tokens of other
 sequences.
 
-**Why it happens.** Packing needs a mask that separates the sequences. The model builds this mask from one of its
-inputs: `position_ids`, `cu_seq_lens_q`, `seq_idx`, or a mask that numbers the sequences. transformers builds the mask
-from `position_ids` only if the batch has no `attention_mask`. With an `attention_mask` of ones, each sequence attends
-to the sequences before it. State-space, linear-attention and convolution layers can separate sequences only by
-`seq_idx`, but many ignore it.
+**Why it happens.** Packing needs a mask that separates the sequences. The model builds this mask from one of its inputs: `position_ids`,
+`cu_seq_lens_q`, `seq_idx`, or a mask with a number for each sequence. transformers builds the mask from `position_ids` only if the batch
+has no `attention_mask`. With an `attention_mask` of ones, each sequence attends to the sequences before it. State-space, linear-attention
+and convolution layers can separate sequences only by `seq_idx`, but many ignore it.
 
 **An example that fails**
 
@@ -18,14 +17,13 @@ to the sequences before it. State-space, linear-attention and convolution layers
 
     batch.pop("attention_mask")                               # transformers builds the mask of each sequence from position_ids
 
-**What is not reported.** The rule ignores rows whose inputs mark no sequence boundaries, because it is common to train
-on rows of several texts with only an end-of-text token between two texts.
+**What is not reported.** The rule ignores rows whose inputs do not mark sequence boundaries. Such rows are common: they contain several
+texts, with only an end-of-text token between two texts.
 
-**How safe is the fix?** Safe: without `attention_mask`, the step computes the same as a batch with one row per
-sequence. If a layer cannot separate sequences, train without packing.
+**How safe is the fix?** The fix is safe: without `attention_mask`, the step computes the same as a batch with one row per sequence. If a
+layer cannot separate sequences, train without packing.
 
-**Seen in** huggingface/transformers #46634; inclusionAI/AReaL #1442; axolotl-ai-cloud/axolotl #3796;
-modelscope/ms-swift #4439.
+**Seen in** huggingface/transformers #46634; inclusionAI/AReaL #1442; axolotl-ai-cloud/axolotl #3796; modelscope/ms-swift #4439.
 """
 
 from isotype.records.finding import Action, Fix
@@ -41,7 +39,7 @@ def find(trace: Trace) -> Findings:
     if leak.without:
         whole = f"{leak.where} attends to the whole row"
         cause = f"the batch has {leak.without} as well as position_ids, so {whole}"
-        order = f"leave {leak.without} out of the batch"
+        order = f"remove {leak.without} from the batch"
         action = Action("advice", leak.without, order)
         outcome = "each sequence then attends only to itself"
         fix = Fix(order, "safe", verified=True, actions=(action,), outcome=outcome)

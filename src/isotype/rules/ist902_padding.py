@@ -2,10 +2,10 @@
 
 **What it means.** Predictions depend on the ids of padding tokens, or on their number.
 
-**Why it happens.** The collator creates no `attention_mask`, a wrapper does not pass the mask on, or a part of the
-model ignores it (a convolution, a recurrent layer, a vision tower). A causal model does not attend to padding on the
-right, but without a mask it attends to padding on the left. In a model with learned positions, padding on the left also
-shifts the positions of the tokens, unless the batch has `position_ids`.
+**Why it happens.** The collator creates no `attention_mask`, or a wrapper does not pass the mask on. In other cases, a part of the model
+ignores the mask (a convolution, a recurrent layer, a vision tower). A causal model does not attend to padding on the right, but without a
+mask it attends to padding on the left. In a model with learned positions, padding on the left also shifts the positions of the tokens,
+unless the batch has `position_ids`.
 
 **An example that fails**
 
@@ -17,11 +17,10 @@ shifts the positions of the tokens, unless the batch has `position_ids`.
 
     model(**batch, labels=labels)                             # or padding_side = "right" for a causal model
 
-**How safe is the fix?** Safe: each of the three fixes (a mask, `position_ids`, padding on the right) gives a row the
-same predictions as without padding.
+**How safe is the fix?** The three fixes (a mask, `position_ids`, padding on the right) are safe: each gives a row the same predictions as
+without padding.
 
-**Seen in** huggingface/transformers #33095, #29583; huggingface/trl #469; tloen/alpaca-lora #315;
-TransformerLensOrg/TransformerLens #1609.
+**Seen in** huggingface/transformers #33095, #29583; huggingface/trl #469; tloen/alpaca-lora #315; TransformerLensOrg/TransformerLens #1609.
 """
 
 from isotype.records.trace import Trace
@@ -39,7 +38,7 @@ def find(trace: Trace) -> Findings:
             how = "mask the padding in this module, or pad on the right"
         else:
             cause = "the batch has padding and no attention mask"
-            how = "give the model the attention mask"
+            how = "pass the attention mask to the model"
         fix = advice("attention_mask", how)
         yield finding_of_leak(reach, read, "error", "the model treats padding as text", cause, fix)
     if moved is not None:

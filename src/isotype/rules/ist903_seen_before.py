@@ -1,12 +1,12 @@
-"""Predictions that depend on what they predict
+"""Predictions that depend on the token to predict
 
-**What it means.** A prediction depends on the token that it should predict: the loss falls, but the model
-learns nothing useful for generation.
+**What it means.** A prediction depends on the token that it should predict. The loss falls, but the model learns nothing useful for
+generation.
 
-**Why it happens.** A causal model lets a token attend to later tokens, the loss compares a token with the logits of the
-same position, not of the position before, or the model reads the labels. A token attends to later tokens if
+**Why it happens.** A causal model lets a token attend to later tokens, or the model reads the labels. In other cases, the loss compares a
+token with the logits of the same position, and not with those of the position before. A token attends to later tokens in these cases:
 
-- an encoder's class is used for a language model (`BertLMHeadModel` without `is_decoder=True`);
+- a language model uses the class of an encoder (`BertLMHeadModel` without `is_decoder=True`);
 - a 4-D mask of zeros replaces the model's mask;
 - an attention function does not pass `is_causal` on;
 - a convolution is padded on both sides.
@@ -22,11 +22,11 @@ same position, not of the position before, or the model reads the labels. A toke
 
 **What is not reported.** The rule ignores models whose labels are not tokens of the input, and masked language models.
 
-**How safe is the fix?** Safe: you edit the model or the loss. The training then has the intended objective. Its loss is
+**How safe is the fix?** The fix is safe: you edit the model or the loss. The training then has the intended objective. The loss is then
 higher, because the model no longer sees the answers.
 
-**Seen in** huggingface/transformers #48745 (RoFormer, BigBird, RemBERT, MegatronBERT since 5.9), #31673
-(Gemma 2); tatp22/linformer-pytorch #25; keras-team/keras #23038.
+**Seen in** huggingface/transformers #48745 (RoFormer, BigBird, RemBERT, MegatronBERT since 5.9), #31673 (Gemma 2);
+tatp22/linformer-pytorch #25; keras-team/keras #23038.
 """
 
 from isotype.core.names import plural
@@ -41,11 +41,11 @@ def find(trace: Trace) -> Findings:
     if later is not None and (rows is None or rows.module != later.module):  # or else IST907 reports both
         message = "predictions depend on the tokens that they predict"
         cause = f"{later.where} lets a token attend to later tokens"
-        how = "switch the causal mask on in this module (is_decoder=True, is_causal=True), and pass no mask that replaces it"
+        how = "enable the causal mask in this module (is_decoder=True, is_causal=True), and pass no mask that replaces it"
         yield finding_of_leak(reach, later, "error", message, cause, advice("causal mask", how))
     if label is not None:
-        message = "predictions depend on their own labels"
-        cause = f"{label.where} uses the labels as an input, and the prediction at a position depends on its own label"
+        message = "predictions depend on the labels of the same positions"
+        cause = f"{label.where} uses the labels as an input, and the prediction at a position depends on the label of this position"
         how = "if the model reads the labels as an input, shift this input to the right by one token"
         yield finding_of_leak(reach, label, "error", message, cause, advice("labels", how))
     if reach.labels is not None and reach.labels.shift == 0:

@@ -1,11 +1,11 @@
 """Labels at wrong tokens
 
-**What it means.** Tokens that should not count in the loss (padding, images) have labels, or the loss compares each
-label with the logits of a wrong position, such as the position two tokens earlier.
+**What it means.** Tokens that should not count in the loss (padding, images) have labels. In other cases, the loss compares each label with
+the logits of a wrong position, such as the position two tokens earlier.
 
-**Why it happens.** A collator writes `labels = input_ids.clone()` and does not set the labels of padding to -100. The
-model then learns to predict padding, which has most of the labels in short rows. Or a collator shifts the labels, and
-the model shifts them again, as all models of transformers do.
+**Why it happens.** A collator writes `labels = input_ids.clone()` and does not set the labels of padding to -100. The model then learns to
+predict padding, which has most of the labels if rows are short. In other cases, a collator shifts the labels, and the model shifts them
+again, as all models of transformers do.
 
 **An example that fails**
 
@@ -16,10 +16,9 @@ the model shifts them again, as all models of transformers do.
 
     labels = ids.masked_fill(attention_mask == 0, -100)        # the model shifts them
 
-**How safe is the fix?** Safe: you edit the labels. The training then has the intended objective.
+**How safe is the fix?** The fix is safe: you edit the labels. The training then has the intended objective.
 
-**Seen in** huggingface/transformers #32944, #44642; LLM360/amber-train #6; GanjinZero/RRHF #49;
-open-jarvis/OpenJarvis #521.
+**Seen in** huggingface/transformers #32944, #44642; LLM360/amber-train #6; GanjinZero/RRHF #49; open-jarvis/OpenJarvis #521.
 """
 
 from isotype.core.names import plural
@@ -42,7 +41,7 @@ def find(trace: Trace) -> Findings:
         cause = "the labels are already shifted, and the model shifts them again"
         if labels.shift == -1:
             cause = "each prediction is compared with the token before its position"
-        fixes = (advice("labels", "give labels that are not shifted: the model shifts them"),)
+        fixes = (advice("labels", "pass labels that are not shifted, because the model shifts them"),)
         message = "predictions are compared with wrong tokens"
         notes = (f"{plural(labels.learned, 'prediction')} count in the loss", reach.measured)
         yield Finding("error", message, cause=cause, notes=notes, fixes=fixes)

@@ -1,10 +1,10 @@
 """Inputs that affect no prediction
 
-**What it means.** An image, an audio clip or an attention mask should affect the predictions, but has no effect. The
-model is trained as if this input were missing.
+**What it means.** An image, an audio clip or an attention mask should affect the predictions, but has no effect. The model is trained as if
+this input were missing.
 
-**Why it happens.** A wrapper accepts the input and does not pass it on, the row has no token for the image, or the
-model replaces the image's features or the mask by other values.
+**Why it happens.** A wrapper accepts the input and does not pass it on, or the row has no token for the image. In other cases, the model
+replaces the features of the image, or the mask, by other values.
 
 **An example that fails**
 
@@ -16,10 +16,10 @@ model replaces the image's features or the mask by other values.
 
     return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
-**What is not reported.** The rule ignores a mask of ones, and a mask that hides only positions that affect nothing
-(padding at the end of a causal model's rows).
+**What is not reported.** The rule ignores a mask of ones. It also ignores a mask that hides only positions without an effect (padding at
+the end of a causal model's rows).
 
-**How safe is the fix?** Safe: you edit the code, and the model then uses the whole batch.
+**How safe is the fix?** The fix is safe: you edit the code, and the model then uses the whole batch.
 
 **Seen in** huggingface/transformers #808; TransformerLensOrg/TransformerLens #1607.
 """

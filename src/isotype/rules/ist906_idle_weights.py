@@ -1,13 +1,13 @@
 """Adapters and trainable weights that do not affect the loss
 
-**What it means.** The loss does not depend on an adapter or another trainable weight. Whatever the values of the weight
-are, its gradient is exactly zero.
+**What it means.** The loss does not depend on an adapter or another trainable weight. Its gradient is exactly zero for all values of the
+weight.
 
 **Why it happens.** The cause is one of these:
 
 - The adapter's scale is 0 (`lora_alpha=0`, `set_scale(0)`).
 - The adapter's result is multiplied by 0, or is overwritten later.
-- The forward does not use the trained copy (`modules_to_save`).
+- The forward does not use the trained copy of a module (`modules_to_save`).
 
 **An example that fails**
 
@@ -18,10 +18,10 @@ are, its gradient is exactly zero.
 
     config = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")
 
-**What is not reported.** The rule ignores experts that get no token of the batch, and weights that IST307 reports.
-Weights that the batch does not use, such as those of a vision tower in a batch of text, get only a note.
+**What is not reported.** The rule ignores experts that get no token of the batch, and weights that IST307 reports. The rule reports weights
+that the batch does not use, such as those of a vision tower in a batch of text, only as a note.
 
-**How safe is the fix?** Safe: either the loss depends on the weight, which is then trained, or you freeze the weight.
+**How safe is the fix?** The fix is safe: you let the loss depend on the weight, which is then trained, or you freeze the weight.
 
 **Seen in** huggingface/trl #6617; unslothai/unsloth-zoo #1242, #606 (experts); unslothai/unsloth #5039 (a vision tower);
 verl-project/verl #1821 (lora_alpha 0).
@@ -47,17 +47,17 @@ def find(trace: Trace) -> Findings:
     severity: Severity = "warning" if any(unused.kind == "adapter" for unused in idle) else "note"
     message = f"{len(names)} of {plural(len(trained), 'group')} of trainable weights do not affect the loss"
     if whole:
-        severity, message = "error", "nothing that is trained reaches the loss"
+        severity, message = "error", "the loss depends on no trainable weight"
     cause = f"with random values in every weight, the gradient of {and_others(names)} is exactly zero"
-    fix = advice(names[0], "freeze these weights, or let the loss depend on their results")
+    fix = advice(names[0], "freeze these weights, or make the loss depend on their results")
     if why := next((unused.why for unused in idle if unused.why), ""):
-        cause, fix = why, advice("lora_alpha", "give the adapter a scale (lora_alpha) above 0")
+        cause, fix = why, advice("lora_alpha", "set the scale of the adapter (lora_alpha) above 0")
     module, notes = names[0].rpartition(".lora_")[0], (reach.measured,)
     yield Finding(severity, message, module, phase="backward", cause=cause, notes=notes, fixes=(fix,))
 
 
 def _outside(trace: Trace, reach: Reach) -> Findings:
-    """Yield one note on trainable weights outside of the loss's graph, except those that IST307 reports."""
+    """Yield one note on trainable weights that the loss does not depend on, except those that IST307 reports."""
     reported = {starred(part.weight) for part in trace.unreached}
     ungraded = (unused.name for unused in reach.unused if unused.kind == "ungraded")
     names = [name for name in ungraded if name not in reported]

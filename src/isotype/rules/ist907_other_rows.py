@@ -2,13 +2,11 @@
 
 **What it means.** A row's predictions depend on the tokens of another row of the batch.
 
-**Why it happens.** A layer computes statistics over the batch (`BatchNorm` in training, a mean over rows). Or rows
-compete for the limited capacity of experts. Or the model flattens all rows into one row, in which they attend to each
-other.
+**Why it happens.** A layer computes statistics over the batch (`BatchNorm` in training, a mean over rows). In other models, rows compete
+for the limited capacity of experts. Some models join all rows into one row, and the original rows attend to each other.
 
-**Why it is bad.** A row's gradient depends on the other rows of its batch. An evaluation puts the row into a batch with
-different rows, so it computes a different prediction. The result of a training depends on the number of processes and
-on the size of micro-batches.
+**Why it is bad.** A row's gradient depends on the other rows of its batch. An evaluation puts the row into a batch with different rows, so
+the prediction changes. The result of a training depends on the number of processes and on the size of micro-batches.
 
 **An example that fails**
 
@@ -18,8 +16,8 @@ on the size of micro-batches.
 
     self.norm = nn.LayerNorm(hidden_size)                              # or nn.BatchNorm1d in eval()
 
-**How safe is the fix?** Safe: you edit the model, so that it computes each row separately. This changes the function
-that is trained.
+**How safe is the fix?** The fix is safe: you edit the model so that it computes each row separately. This edit changes the function that is
+trained.
 
 **Seen in** deepseek-ai/DeepSeek-V2 #48 (experts that drop tokens over their capacity); laekov/fastmoe #34.
 """

@@ -1,14 +1,13 @@
 """Old casts of weights after an optimizer step
 
-**What it means.** A forward uses old values of the weights, from before the last optimizer step, because autocast has
-cached 16-bit casts of them.
+**What it means.** A forward uses the values that the weights had before the last optimizer step, because autocast has cached 16-bit casts
+of them.
 
-**Why it happens.** autocast casts a float32 weight once and caches the cast until the outermost `with
-torch.autocast(…)` ends. If the `with` is around the whole loop, including optimizer steps, the cached casts are
-never updated.
+**Why it happens.** autocast casts a float32 weight once and caches the result until the outermost `with torch.autocast(…)` ends. If this
+`with` contains the whole loop with its optimizer steps, the cached casts are never updated.
 
-**Why it is bad.** The optimizer changes the float32 weights, but matmuls use the old casts. Every step computes the
-gradient at the values that the weights had at the start. The loss varies with the batches and does not fall.
+**Why it is bad.** The optimizer changes the float32 weights, but matmuls use the old casts. Every step computes the gradient for the values
+that the weights had at the start. The loss varies with the batches and does not fall.
 
 **An example that fails**
 
@@ -26,7 +25,7 @@ gradient at the values that the weights had at the start. The loss varies with t
         loss.backward()
         optimizer.step()
 
-**How safe is the fix?** Safe: weights are cast again after each step.
+**How safe is the fix?** The fix is safe: autocast casts the weights again after each step.
 
 **Seen in** X-GenGroup/Flow-Factory #186.
 """

@@ -46,29 +46,31 @@ logger = logging.getLogger("isotype")
 
 
 class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Trainer callback that applies a precision policy before the first optimizer step and checks that training follows it.
+    """Trainer callback that applies a precision policy before the first optimizer step, and checks that the training
+    follows the policy.
 
-    - When training begins, the model's parameters are cast to the policy's dtypes, because trainers change dtypes (TRL
-      casts every trainable parameter of a quantized model to bfloat16). The trainer must have a GradScaler if the policy
-      scales the loss, and none otherwise. The policy's loss scale replaces PyTorch's default. A resumed run is refused if
-      loading has rounded its saved values to 16 bits.
+    - When the training begins, the callback casts the model's parameters to the policy's dtypes, because trainers change
+      dtypes. For example, TRL casts every trainable parameter of a quantized model to bfloat16. The trainer must have a
+      GradScaler if the policy scales the loss, and must not have one otherwise. The loss scale of the policy replaces
+      PyTorch's default loss scale. The callback stops a resumed training if loading has rounded the saved values to 16
+      bits.
     - Before the first forward, the preflight (`isotype.check`) runs the step on the first batch with fake tensors. After
-      the first step, the dtypes of the optimizer state are checked.
-    - Before every update, the loss and the gradient norm are checked. If one of them is not finite, and no GradScaler skips
-      the step, the batch runs again with a check of every operator. The training ends with an error about the first operator
-      with a non-finite result: its module, operands, source line and cause.
+      the first step, the callback checks the dtypes of the optimizer state.
+    - Before every update, it checks the loss and the gradient norm. If the loss or the gradient norm is not finite, and
+      no GradScaler skips the step, the batch runs again with a check of every operator. The training then ends with an
+      error about the first operator with a non-finite result: its module, operands, source line and cause.
     - A step that the GradScaler skips does not advance the learning rate schedule. Products of 16-bit matrices on a GPU
-      accumulate in float32 (`isotype.lora.kernels`). The policy is saved in each checkpoint.
+      accumulate in float32 (`isotype.lora.kernels`). The callback saves the policy in each checkpoint.
 
     Args:
-        policy: by default, the model's policy. If the model has no policy, each run derives one from the model's dtypes
-            and the trainer's arguments (`fp16`, `bf16`). A derived policy casts no frozen weight.
-        check: `"error"` raises PrecisionError for an error of the preflight, and for a GradScaler, optimizer state or
-            resumed values that do not fit the policy. `"warning"` logs the error. None skips these checks. Errors about
-            operand dtypes that were not measured on the device are only logged.
+        policy: by default, the model's policy. If the model has no policy, each run derives a policy from the dtypes of the
+            model and the trainer's arguments (`fp16`, `bf16`). A derived policy casts no frozen weight.
+        check: `"error"` raises PrecisionError if the preflight has an error. It also raises PrecisionError for a GradScaler, an
+            optimizer state or resumed values that contradict the policy. `"warning"` logs the error. None skips these checks.
+            Errors about operand dtypes that were not measured on the device are only logged.
         watch: if True, the training ends when the loss or the gradient norm is not finite.
-        ranges: measured value ranges for the preflight, or None if they are unknown. By default, the ranges of a float16
-            step are measured on the first batch. The measurement takes additional memory.
+        ranges: measured value ranges for the preflight, or None if they are unknown. By default, the ranges of a float16 step
+            are measured on the first batch. This measurement takes additional memory.
     """
 
     def __init__(
@@ -149,8 +151,9 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tell accelerate that a step was skipped, so that the learning rate schedule does not advance.
 
-        accelerate (1.15) counts a step as skipped if GradScaler has not called the optimizer. But GradScaler always calls
-        a fused optimizer, which skips the update by itself (`_step_supports_amp_scaling` in torch/amp/grad_scaler.py).
+        accelerate (1.15) counts a step as skipped if the GradScaler has not called the optimizer. However, a
+        GradScaler always calls a fused optimizer, which skips the update by itself (`_step_supports_amp_scaling` in
+        torch/amp/grad_scaler.py).
         """
         if self._scale is None:
             return
@@ -172,7 +175,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._policy.save(directory)
 
     def _report(self, report: Report, logs: bool, whole: bool) -> None:
-        """Raise or log the preflight's errors. Log its warnings, except for kinds that `policy.warnings` covers."""
+        """Raise or log the errors of the preflight. Log its warnings, except for kinds of warnings that `policy.warnings` contains."""
         # An error in stored values is only logged: the loss of every step is checked in any case.
         assumed = [f for f in report.errors if f.phase == "load" or is_assumed(f, report.trace)]
         covered = ("device", "memory", "versions")  # the policy's own warnings are of these kinds
@@ -194,7 +197,7 @@ class PrecisionCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
 
 def _restore(model: Any, policy: PrecisionPolicy) -> None:
-    """Apply the policy to the model and log each change. A change of a frozen weight is logged as a warning."""
+    """Apply the policy to the model and log each change. A changed frozen weight is logged as a warning."""
     frozen = {
         place.full_name(name)
         for place in places(model)
@@ -219,9 +222,9 @@ def before_first_step(
     """Run the preflight of a trainer's step before the first forward of the training.
 
     Args:
-        handle_report: takes the preflight's report. An exception that it raises ends the training.
-        outermost: the module that the trainer calls. If `torch.compile` compiled it, the preflight's hook is registered
-            on it: a hook on the model inside would become part of the compiled graph.
+        handle_report: function that takes the report of the preflight. An exception of this function ends the training.
+        outermost: the module that the trainer calls. If `torch.compile` compiled this module, the preflight's hook is
+            registered on it. A hook on the model inside would become a part of the compiled graph.
     """
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -248,7 +251,7 @@ def before_first_step(
 
 
 def is_assumed(finding: Finding, trace: Trace) -> bool:
-    """Return True if a finding's operand dtypes were not measured on the device."""
+    """Return True if the operand dtypes of a finding were not measured on the device."""
     broken = [call for call in trace.breaches() if call.module in finding.places and call.op == finding.op]
     return any(call.breach is not None and call.breach.assumed for call in broken)
 
@@ -312,7 +315,7 @@ def optimizer_error(optimizer: Any, master: torch.dtype) -> PrecisionError | Non
     parameter, name, tensor = others[0]
     headline = f"{len(others)} optimizer tensors are not in {dtype_name(master)}"
     what = f"{name} of a parameter of shape {tuple(parameter.shape)} is {dtype_name(tensor.dtype)}"
-    fix = "build the optimizer after isotype.enforce(model, policy)"
+    fix = "create the optimizer after isotype.enforce(model, policy)"
     return PrecisionError.of(headline, what, f"{dtype_name(master)}, the policy's master dtype", fix)
 
 
@@ -338,11 +341,11 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
     active = scaler is not None and scaler.is_enabled()
     if active == policy.loss_scaling:
         return None
-    what, fix = "a GradScaler", "build the trainer with fp16=False"
+    what, fix = "a GradScaler", "create the trainer with fp16=False"
     if policy.loss_scaling:
-        what, why = "no GradScaler", "on a CPU, accelerate makes no GradScaler by itself"
+        what, why = "no GradScaler", "on a CPU, accelerate creates no GradScaler by itself"
         resolved = 'isotype.enforce(trainer, isotype.resolve_precision(trainer.model, dtype="float16"))'
-        fix = f"build the trainer with fp16=True, and before trainer.train() call {resolved} ({why})"
+        fix = f"create the trainer with fp16=True, and before trainer.train() call {resolved} ({why})"
     headline = "the trainer and the policy disagree about loss scaling"
     expected = "a GradScaler if the compute dtype is float16, and none otherwise"
     what = f"{what} with compute dtype {dtype_name(policy.compute)}"
@@ -352,7 +355,7 @@ def scaler_error(optimizer: Any, policy: PrecisionPolicy) -> PrecisionError | No
 def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
     """Return an error if loading has rounded the saved values of a resumed run, else None.
 
-    `model.load_adapter` first copies saved values into 16-bit parameters and then casts these parameters to float32.
+    `model.load_adapter` first copies saved values into 16-bit parameters, and then casts these parameters to float32.
     The values count as rounded if a 16-bit dtype represents all of them exactly.
     """
     values = [p.detach() for p in model.parameters() if p.requires_grad and p.is_floating_point()]
@@ -369,5 +372,5 @@ def rounded_error(model: Any, master: torch.dtype) -> PrecisionError | None:
         f"all trainable parameters have values that {dtype_name(rounded)} represents exactly",
         f"the saved {dtype_name(master)} values",
         "call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "
-        "trainer.train(resume_from_checkpoint=checkpoint): the values are then loaded into float32 parameters",
+        "trainer.train(resume_from_checkpoint=checkpoint), so that the values are loaded into float32 parameters",
     )

@@ -27,14 +27,14 @@ from isotype.report.run.record import Sample
 from isotype.report.text import say
 
 Message = dict[str, Any]
-"""A turn of a conversation: `role` and `content` (a text, or a list of parts if the turn has images)."""
+"""A message of a conversation: `role` and `content` (a text, or a list of parts if the message has images)."""
 _UNUSED = "penalty_alpha dola_layers num_beam_groups force_words_ids constraints stop_strings"
 PLAIN = {**dict.fromkeys(_UNUSED.split()), "num_beams": 1}
-"""Generation settings that replace a checkpoint's: its values may need code from the hub or prevent streaming."""
+"""Generation settings that replace the settings of a checkpoint, because those may need code from the hub or prevent streaming."""
 Prompt = str | Sequence[Message]
 """A text that the model continues, or a conversation."""
 LONGEST = 200
-"""Largest number of tokens in an answer if `--max_new_tokens` is not given."""
+"""Maximum number of tokens in an answer without `--max_new_tokens`."""
 
 
 @contextmanager
@@ -63,8 +63,8 @@ def encode(tokenizer: Any, messages: Prompt) -> Any:
         except TemplateError as error:
             what = f"{template_source(tokenizer)}: {one_line(error)}"
             fix = "ask another question, or correct the template"
-            expected = "a conversation that the template can render"
-            headline = "the model's chat template refuses this conversation"
+            expected = "a conversation that the chat template can render"
+            headline = "the model's chat template raises an error for this conversation"
             raise UsageError.of(headline, what, expected, fix) from error
     return tokenizer(messages[-1]["content"], return_tensors="pt")
 
@@ -93,7 +93,7 @@ def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int
 
 
 def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
-    """Return the model's answer. Decoding is greedy unless `do_sample=True`. `kwargs` are arguments of `generate`."""
+    """Return the model's answer. Return the model's answer. Decoding is greedy unless `do_sample=True`. `kwargs` are arguments of `generate`."""
     ids = _generated(model, tokenizer, messages, max_new_tokens, **{"do_sample": False, **kwargs})
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     return str(inner.decode(ids, skip_special_tokens=True)).strip()
@@ -123,8 +123,8 @@ def chat(options: argparse.Namespace, console: Console) -> int:
     become part of the next question. In a keyboard session, Ctrl-C stops the current answer but not the chat.
 
     Raises:
-        UsageError: the model generates no text or takes no images, or a question does not fit into the context. A
-            keyboard session prints errors about images and questions and goes on.
+        UsageError: the model generates no text or accepts no images, or a question does not fit into the context. A keyboard
+            session prints errors about images and questions, and then continues.
         CheckpointError, PrecisionError: raised by `load_for_inference`.
     """
     with interrupts_kept(), console.status(f"loading {options.model} …"):
@@ -166,8 +166,8 @@ def chat(options: argparse.Namespace, console: Console) -> int:
 
 def opened_picture(path: str, processor: Any) -> Any:
     if not hasattr(processor, "image_processor"):
-        expected, fix = "a model that takes images, with its processor", "leave the image out"
-        raise UsageError.of("the model takes only text", f"the image {path}", expected, fix)
+        expected, fix = "a model that accepts images, with its processor", "omit the image"
+        raise UsageError.of("the model accepts only text", f"the image {path}", expected, fix)
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -189,7 +189,7 @@ def _asked(question: str, pictures: Sequence[Any]) -> Message:
 def stream_answer(
     model: Any, tokenizer: Any, messages: list[Message], console: Console, **generation: Any
 ) -> tuple[str, bool]:
-    """Print the model's answer word by word. Return (answer, True), or after Ctrl-C (answer so far, False)."""
+    """Print the model's answer word by word. Return (answer, True), or (answer so far, False) after Ctrl-C."""
     from transformers import TextStreamer
 
     parts: list[str] = []
@@ -241,7 +241,7 @@ def _header(options: argparse.Namespace, tokenizer: Any, policy: PrecisionPolicy
         "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}",
     ]
     if not getattr(tokenizer, "chat_template", None):
-        parts.append("no chat template: the model continues your text")
+        parts.append("no chat template, so the model continues your text")
     if interactive:
         parts.append(f"{_RESET} starts again, {_EXIT[0]} leaves, Ctrl-C stops an answer")
     return " · ".join(parts)
@@ -275,10 +275,10 @@ def _turn(
     interactive: bool,
     console: Console,
 ) -> list[Message]:
-    """Print the answer to the last message. Return the turns that fit into the context, with the answer at the end."""
+    """Print the answer to the last message. Return the messages that fit into the context, with the answer at the end."""
     turns, longest = _fitting(model, tokenizer, messages, options.max_new_tokens)
     if len(turns) < len(messages):
-        console.print("(the oldest turns no longer fit into the context and are left out)", style="dim")
+        console.print("(the oldest messages no longer fit into the context and are omitted)", style="dim")
     if options.max_new_tokens is None and longest < LONGEST:
         line = f"(this model's context of {positions(model)} tokens leaves {longest} for the answer)"
         say(console, line, "dim")
@@ -294,10 +294,11 @@ def _turn(
 def _fitting(
     model: Any, tokenizer: Any, messages: list[Message], max_new_tokens: int | None
 ) -> tuple[list[Message], int]:
-    """Drop the oldest turns until the answer fits into the context. Return the kept messages and the answer's token limit.
+    """Drop the oldest messages until the answer fits into the context. Return the kept messages and the answer's token
+    limit.
 
-    If `max_new_tokens` is None, turns are dropped until `LONGEST` tokens or half of the context are free, whichever is
-    less. The last question alone needs room for only one token.
+    If `max_new_tokens` is None, messages are dropped until `LONGEST` tokens or half of the context are free, whichever
+    is less. If only the last question is left, one free token is enough.
 
     Raises:
         UsageError: the question alone does not fit.

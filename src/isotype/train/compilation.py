@@ -1,8 +1,8 @@
 """`--torch_compile`: compiles each block of a model separately.
 
-By default, accelerate compiles the whole model, including isotype's hooks, whose Python state causes graph breaks or a
-recompilation at every call. isotype compiles only the `forward` of each block, and hooks run outside of `forward`. All
-blocks of a class share one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html).
+By default, accelerate compiles the whole model, including isotype's hooks. Their Python state causes graph breaks, or
+a recompilation at every call. isotype compiles only the `forward` of each block, and hooks run outside of `forward`.
+All blocks of a class share one graph (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html).
 """
 
 import importlib.util
@@ -27,9 +27,10 @@ Options = tuple[tuple[str, Any], ...]
 
 
 class CompiledBlock(Swapped):
-    """Block whose forward is compiled when gradients are enabled. Evaluation and generation run eagerly.
+    """A block whose forward is compiled when gradients are enabled. The block runs eagerly in evaluation and
+    generation.
 
-    In generation, blocks cannot share a graph, because each block has its own index in the key-value cache.
+    In generation, blocks cannot share a compiled graph, because each block has its own index in the key-value cache.
     """
 
     compiled_original: type[nn.Module]
@@ -58,7 +59,7 @@ def _compiled_class(base: Any) -> Any:
 def take_compilation(accelerator: Any) -> Mapping[str, Any] | None:
     """Return accelerate's options for `torch.compile`, and prevent accelerate from compiling.
 
-    Return None without options, and with DeepSpeed, where accelerate still compiles the model.
+    Return None if there are no options, and with DeepSpeed, for which accelerate still compiles the model.
     """
     from accelerate.utils import DynamoBackend
 
@@ -90,7 +91,7 @@ def compile_blocks(model: nn.Module, options: Mapping[str, Any]) -> str:
 def compiler_problems(training: Any, device: str) -> Iterator[Problem]:
     if not training.torch_compile or training.torch_compile_backend != "inductor":
         return
-    flag, fix = "--torch_compile True", "install it, or leave --torch_compile out"
+    flag, fix = "--torch_compile True", "install it, or omit --torch_compile"
     if device.startswith("cpu") or (device == "auto" and not torch.accelerator.is_available()):
         # The C++ compiler that inductor calls by default.
         name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")

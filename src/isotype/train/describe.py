@@ -69,7 +69,7 @@ def data_summary(trainer: Any, lengths: Lengths | None = None) -> DataSummary | 
 
 
 def planned_epochs(args: Any, rows: int, batch: int) -> float:
-    """Return the planned number of epochs. As in transformers, an epoch's last batch and last step may be smaller."""
+    """Return the planned number of epochs. As in transformers, the last batch and the last step of an epoch may be smaller."""
     if args.max_steps <= 0 or not rows:
         return float(args.num_train_epochs)
     accumulated: int = args.gradient_accumulation_steps
@@ -86,7 +86,7 @@ def percentiles(tokens: Sequence[int]) -> tuple[int, int, int]:
 
 
 def example_of(trainer: Any) -> list[tuple[bool, str]] | None:
-    """Split the first row into consecutive parts (has loss, text). Return None if the rows have no labels."""
+    """Split the first row into consecutive parts (True if the part has loss, text). Return None if the rows have no labels."""
     if not len(trainer.train_dataset):
         return None
     if isinstance(trainer.data_collator, Pictured):
@@ -141,7 +141,7 @@ _OF_ADAPTERS = (
 def policy_rows(
     policy: PrecisionPolicy, optimizer: Any, choice: Choice | None = None
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return (role, dtype, reason) for each row of the policy, for the optimizer state and for gradient checkpointing."""
+    """Return (role, dtype, reason) for each row of the policy, for the optimizer state, and for gradient checkpointing."""
     rows, state = {row[0]: row for row in policy.rows()}, state_of(str(optimizer))
     if state is not None:
         role = "optimizer state"
@@ -209,7 +209,7 @@ def show_model(console: Console, model: Any) -> None:
 
 
 def part_rows(model: Any) -> list[tuple[str, int, int, str]]:
-    """Return (part, parameters, trainable parameters, storage dtypes) for each part of an image or audio model, else []."""
+    """Return (part, parameters, trainable parameters, storage dtypes) for each part of an image or audio model; [] for other models."""
     base = without_peft(model)
     parts = Parts(base)
     if not parts.towers:
@@ -243,7 +243,7 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 
 
 def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
-    """Return (storage dtype, bytes) pairs for the weights and their quantization constants, the largest first."""
+    """Return (storage dtype, bytes) pairs for the weights and their quantization constants. The largest pair is first."""
     sizes: Counter[str] = Counter()
     for parameter in stored_parameters(model):
         sizes[_form(parameter.dtype)] += parameter.bytes
@@ -251,7 +251,7 @@ def weight_bytes(model: Any) -> tuple[tuple[str, int], ...]:
 
 
 def model_notes(model: Any) -> tuple[str, ...]:
-    """Return the model's `adapter_notes`, and a note if stacked experts of a quantized model are not quantized."""
+    """Return the model's `adapter_notes`, and a note if the stacked experts of a quantized model are not quantized."""
     notes: tuple[str, ...] = tuple(getattr(model, "adapter_notes", ()))
     formats = [name for name, _ in weight_bytes(model) if name in FORMATS]
     matrices = ((n, p) for n, p in model.named_parameters() if p.ndim == 3 and p.is_floating_point())
@@ -265,7 +265,7 @@ def model_notes(model: Any) -> tuple[str, ...]:
 
 
 def model_summary(model: Any) -> tuple[int, int, tuple[tuple[str, int], ...], tuple[str, ...]]:
-    """Return the results of `parameter_counts`, `weight_bytes` and `model_notes`. Training does not change these values."""
+    """Return the results of `parameter_counts`, `weight_bytes` and `model_notes`. The training does not change these values."""
     return *parameter_counts(model), weight_bytes(model), model_notes(model)
 
 
@@ -273,7 +273,7 @@ _PICTURED = 4
 
 
 def sample_questions(settings: Settings, data: Any) -> list[tuple[Sample, Prompt]]:
-    """Return (sample, prompt) of `--ask`. Without it, use the test split's first row, or first four rows with images."""
+    """Return (sample, prompt) of `--ask`. Without `--ask`, use the first row of the test split, or the first four rows with images."""
     if settings.ask:
         asked = as_typed(settings.ask)
         return [(Sample(asked, None, None, None), [{"role": "user", "content": asked}])]

@@ -1,4 +1,4 @@
-"""Reads the adapter that `--model_name_or_path` names, or checks `--init_lora_weights` for a new adapter."""
+"""Reads the adapter that `--model_name_or_path` names. For a new adapter, checks `--init_lora_weights`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -25,8 +25,8 @@ FIELDS_OF_CONFIG = {
 def start_of(settings: Settings) -> Settings:
     """Return settings for the adapter that `--model_name_or_path` names, and for its base model.
 
-    Storage and compute dtype come from the arguments, or else from the adapter's training. If `--model_name_or_path` names
-    no adapter, the settings are returned unchanged.
+    Storage and compute dtype come from the arguments, or else from the training of the adapter. If `--model_name_or_path`
+    names no adapter, the settings are returned unchanged.
 
     Raises:
         CheckpointError: the adapter is damaged or names no base model.
@@ -67,38 +67,38 @@ def start_of(settings: Settings) -> Settings:
 
 
 def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
-    """Yield a problem if the adapter's task or kind cannot be trained, and for each argument that contradicts the adapter."""
+    """Yield a problem if the adapter's task or kind cannot be trained, and a problem for each argument that contradicts the adapter."""
     task, wanted = task_of(adapter.config), settings.method.task_type
     if task not in (wanted, None):
         merged = f"isotype merge {adapter.directory} -o {adapter.directory}-merged"
         expected = f"an adapter for {wanted}, the task of isotype {settings.method.name}"
-        fix = f"merge it first ({merged}) and start from the merged model"
+        fix = f"merge it first ({merged}), and start from the merged model"
         yield Problem(f"an adapter for {task}", expected, fix)
     kind = kind_of_adapter(adapter.config)
     why = "which adds virtual tokens" if adapter.config.is_prompt_learning else _UNABLE.get(kind)
     if why is not None:
-        expected = "an adapter that changes weights, such as LoRA: PEFT or TRL cannot train this kind further"
+        expected = "an adapter that changes weights, such as LoRA, because PEFT or TRL cannot train this kind further"
         fix = f"train a new LoRA adapter: --model_name_or_path {adapter.base}"
         yield Problem(f"a {kind} adapter, {why}", expected, fix)
     if settings.precision.trainable == "full":
-        fix = "leave --use_peft out, or merge the adapter first"
+        fix = "omit --use_peft, or merge the adapter first"
         yield Problem("--use_peft False", "training of the adapter that --model_name_or_path names", fix)
     for name, key in FIELDS_OF_CONFIG.items():
         value = settings.value(name)
         value = BOOLEANS.get(value, value) if name == "init_lora_weights" else value
         saved = sorted_names(getattr(adapter.config, key, None))
         if name in settings.command and sorted_names(value) != saved:
-            yield Problem(f"--{name} {value}", f"the adapter's value: {saved}", f"leave --{name} out")
+            yield Problem(f"--{name} {value}", f"the adapter's value: {saved}", f"omit --{name}")
 
 
 _UNABLE = {
-    "ADAPTION_PROMPT": "whose forward does not return the log-probabilities that TRL's trainers need",
+    "ADAPTION_PROMPT": "because its forward does not return the log-probabilities that TRL's trainers need",
     **UNUSABLE,
 }
-"""Kind of adapter that a TRL trainer cannot train -> the reason."""
+"""Maps a kind of adapter that a TRL trainer cannot train to the reason."""
 
 BOOLEANS = {"true": True, "false": False}
-"""Maps the texts of `--init_lora_weights` to PEFT's booleans. With False, matrix B is random (for tests)."""
+"""Maps the texts of `--init_lora_weights` to PEFT's booleans. With False, PEFT initialises matrix B with random values (for tests)."""
 
 
 def sorted_names(value: Any) -> Any:
@@ -113,19 +113,19 @@ DRAWN = ("true", "gaussian", "orthogonal")
 """Initialisations that do not change the model's results, because the product of A and B is zero."""
 
 OF_FLOATS = ("orthogonal", "olora", "pissa")
-"""Initialisations that need base weights in a float dtype. PEFT (0.21) draws `orthogonal` in the base's dtype."""
+"""Initialisations that need base weights in a float dtype. PEFT (0.21) initialises `orthogonal` in the dtype of the base."""
 
 PART_OF_BASE = ("olora", "pissa")
 """Initialisations that move a part of each base weight into the adapter, by a QR or singular value decomposition.
 
-The rest of the base weight is not saved but computed again whenever the adapter is attached. The recomputed weight is
+The rest of the base weight is not saved. It is computed again whenever the adapter is attached. The recomputed weight is
 the same up to rounding, even if the new decomposition has other signs.
 """
 
 LOFTQ = "loftq"
 """Initialisation that compensates a part of the quantization error of 4-bit layers (see `isotype.checkpoint.loftq`)."""
 
-_DATA = "it is computed from data: create an adapter with PEFT's script, and give the adapter as --model_name_or_path"
+_DATA = "it is computed from data: create an adapter with PEFT's script, and pass the adapter as --model_name_or_path"
 _BASE = f"{_DATA} (saved with path_initial_model_for_weight_conversion, because this initialisation also changes base weights)"
 _REFUSED: Mapping[str, str] = {
     "eva": _DATA,
@@ -133,7 +133,7 @@ _REFUSED: Mapping[str, str] = {
     "lora_ga": _BASE,
     "mica": "its matrix B is not trained, which isotype does not support",
 }
-"""Initialisation of PEFT that isotype refuses -> the reason."""
+"""Maps an initialisation of PEFT that isotype refuses to the reason."""
 
 
 def initial_problems(settings: Settings) -> Iterator[Problem]:
@@ -143,7 +143,7 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
     flag, choices = f"--init_lora_weights {name}", (*DRAWN, "false", *PART_OF_BASE, LOFTQ)
     expected = f"one of {', '.join(choices)}"
     if name.startswith("pissa_niter_"):
-        fix = "--init_lora_weights pissa: pissa_niter starts from random values, so every load would change the base differently"
+        fix = "--init_lora_weights pissa, because pissa_niter starts from random values, and every load would change the base differently"
         yield Problem(flag, expected, fix)
     elif name in _REFUSED:
         yield Problem(flag, expected, _REFUSED[name])
@@ -156,15 +156,15 @@ def initial_problems(settings: Settings) -> Iterator[Problem]:
         yield _quantized(name, settings.precision.quantization)
     if name == LOFTQ and settings.use_dora:
         expected = "LoRA without DoRA, because DoRA computes its magnitudes from the quantized weights"
-        yield Problem(f"{flag} --use_dora", expected, "leave one of the two out")
+        yield Problem(f"{flag} --use_dora", expected, "omit one of the two")
     if name == LOFTQ and brings_tokens(settings.training):
-        fix = "leave --init_lora_weights out"
+        fix = "omit --init_lora_weights"
         expected = "no new tokens: loftq needs the adapter before TRL adds tokens"
         yield Problem(f"{flag} --chat_template_path", expected, fix)
     if name not in (*PART_OF_BASE, LOFTQ):
         return
     if settings.sharding is not None:
-        fix = f"leave --init_lora_weights out, or leave --fsdp out (--device {settings.device})"
+        fix = f"omit --init_lora_weights, or omit --fsdp (--device {settings.device})"
         yield Problem(f"{flag} --fsdp", "unsharded weights, because the initialisation decomposes them", fix)
     yield from part_of_base_problems(settings, name)
 
@@ -188,16 +188,16 @@ def bias_problems(settings: Settings) -> Iterator[Problem]:
     if bias not in (None, "none"):
         what, fix = f"an adapter with bias {bias!r}", "merge it first"
         if settings.start is None:
-            what, fix = f"--lora_bias {bias} with {name}", "leave --lora_bias out"
+            what, fix = f"--lora_bias {bias} with {name}", "omit --lora_bias"
         expected = "an adapter without biases, because TRL adds a second adapter as the reference"
         yield Problem(what, expected, fix)
 
 
 def part_of_base_problems(settings: Settings, name: object, adapter: Path | None = None) -> list[Problem]:
-    """Return a problem if the adapter's initialisation changes base weights and TRL adds a reference adapter.
+    """Return a problem if the initialisation of the adapter changes base weights, and TRL adds a reference adapter.
 
-    The reference adapter, for a preference loss or a KL term, has the same config. Its initialisation would change the base
-    weights a second time.
+    The reference adapter, for a preference loss or a KL term, has the same config. The initialisation of the reference
+    adapter would change the base weights a second time.
     """
     if not isinstance(name, str) or not name.startswith(PART_OF_BASE) or not _copies_adapter(settings):
         return []
@@ -208,11 +208,11 @@ def part_of_base_problems(settings: Settings, name: object, adapter: Path | None
         fix = f"merge it first ({merged}), and start from the merged model"
         return [Problem(f"an adapter that was initialised by {name}", expected, fix)]
     what = f"--init_lora_weights {name} with {settings.method.name}"
-    return [Problem(what, expected, "leave it out, or give gaussian or orthogonal")]
+    return [Problem(what, expected, "omit it, or set it to gaussian or orthogonal")]
 
 
 def is_its_own_reference(settings: Settings) -> bool:
-    """Return True if the base model can serve as reference model: new adapter, unchanged base, no sharding."""
+    """Return True if the base model can serve as the reference model: the adapter is new, the base unchanged, and nothing sharded."""
     new = settings.start is None and settings.init_lora_weights in (None, *DRAWN)
     return new and settings.sharding is None
 
@@ -224,7 +224,7 @@ def check_initial(settings: Settings, policy: PrecisionPolicy) -> None:
     if name == LOFTQ and policy.storage not in FOUR_BITS:
         what = f"--init_lora_weights {name} and a base in {policy.storage}"
         expected = "a base in 4 bits, whose quantization errors loftq compensates"
-        fix = "--quantization nf4, or leave --init_lora_weights out"
+        fix = "--quantization nf4, or omit --init_lora_weights"
         raise PrecisionError.of("the adapter cannot be initialised", what, expected, fix)
 
 
@@ -236,4 +236,4 @@ def _quantized(name: str, storage: str) -> Problem:
             "a part of each base weight moves into the adapter, and the rest would have to be quantized again"
         )
     expected = f"a base in float32, bfloat16 or float16: {why}"
-    return Problem(setting, expected, "--init_lora_weights gaussian, or leave --quantization out")
+    return Problem(setting, expected, "--init_lora_weights gaussian, or omit --quantization")

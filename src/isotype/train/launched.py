@@ -32,7 +32,7 @@ class Sharding:
     """The settings with which FSDP shards a model over processes.
 
     Attributes:
-        reshard: if True, a block's gathered weights are freed after its forward and gathered again for its backward.
+        reshard: True if a block's gathered weights are freed after its forward and gathered again for its backward.
         offload: True if the user requests weights in CPU memory. Offloading is not supported.
         source: name of the argument that sets the FSDP `version`.
     """
@@ -45,10 +45,12 @@ class Sharding:
 
 
 def take_sharding(settings: Any) -> Sharding | None:
-    """Return the sharding that `--fsdp` or `accelerate launch` requests, or None. Unsupported sharding is a UsageError.
+    """Return the sharding that `--fsdp` or `accelerate launch` requests, or None. Raise UsageError if isotype does not
+    support the requested sharding.
 
     accelerate would load the whole model in every process, and does not shard on a CPU. Therefore isotype shards the model
-    during loading (`isotype.checkpoint.shard`). ACCELERATE_USE_FSDP is unset to prevent accelerate from sharding.
+    during loading (`isotype.checkpoint.shard`). This function unsets ACCELERATE_USE_FSDP, to prevent accelerate from
+    sharding.
     """
     sharding = requested_sharding(settings.training)
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -105,35 +107,35 @@ def _true(value: Any) -> bool:
 
 def _problems(sharding: Sharding, settings: Any) -> Iterator[Problem]:
     if sharding.version != 2:
-        fix = f"set {sharding.source} to 2; FSDP1 flattens parameters of several dtypes into one"
+        fix = f"set {sharding.source} to 2, because FSDP1 flattens parameters of several dtypes into one"
         yield Problem(f"{sharding.source} {sharding.version}", "FSDP2", fix)
     if sharding.offload:
-        expected = "weights on the device: offloading them to CPU memory is not supported"
-        fix = "leave it out; --quantization nf4 and more processes reduce the memory per device"
+        expected = "weights on the device, because offloading them to CPU memory is not supported"
+        fix = "omit it; --quantization nf4 and more processes reduce the memory per device"
         yield Problem("FSDP with cpu_offload (fsdp_offload_params)", expected, fix)
     yield from whole_weight_problems(settings)
 
 
 def whole_weight_problems(settings: Any) -> Iterator[Problem]:
-    """Yield a problem for each argument that needs whole weights, which no process of a sharded run has."""
+    """Yield a problem for each argument that needs whole weights, because no process of a sharded run has whole weights."""
     training = settings.training
     if settings.use_dora and settings.method.compares(training):
         why = "DoRA of the reference adapter needs norms of whole weights, and no process has them"
-        fix = "leave it out, or train without --fsdp (DDP: every process has the whole model)"
+        fix = "omit it, or train without --fsdp (DDP: every process has the whole model)"
         yield Problem(f"--use_dora in {settings.method.name}", f"plain LoRA: {why}", fix)
     if settings.use_dora and settings.precision.quantization == "int8":
-        expected = "weights in 4 or 16 bits: PEFT does not dequantize sharded int8 weights for DoRA"
-        fix = "--quantization nf4, or leave --use_dora out"
+        expected = "weights in 4 or 16 bits, because PEFT does not dequantize sharded int8 weights for DoRA"
+        fix = "--quantization nf4, or omit --use_dora"
         yield Problem("--use_dora --quantization int8", expected, fix)
     template = getattr(training, "chat_template_path", None)
     if template is not None:
-        expected = "the model's own chat template: tokens cannot be added to a sharded embedding"
-        yield Problem(f"--chat_template_path {template}", expected, "leave --fsdp out")
+        expected = "the model's own chat template, because tokens cannot be added to a sharded embedding"
+        yield Problem(f"--chat_template_path {template}", expected, "omit --fsdp")
 
 
 @contextmanager
 def lost_process_named(trainer: Any, resume_command: Callable[[Path], str]) -> Iterator[None]:
-    """Raise TrainingError with a resume command if a collective operation fails because another process has ended."""
+    """If a collective operation fails because another process has ended, raise TrainingError with a command that resumes the run."""
     try:
         yield
     except RuntimeError as error:
@@ -143,7 +145,7 @@ def lost_process_named(trainer: Any, resume_command: Callable[[Path], str]) -> I
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         process = f"process {trainer.args.process_index} of {trainer.args.world_size}"
         what = f"step {trainer.state.global_step + 1}: {process} waited for another process, which has ended"
-        fix = "read that process's message above; a process killed by the system (signal 9, out of memory) has none"
+        fix = "read the message of that process above; if the system killed the process (signal 9, out of memory), there is no message"
         hint = "no checkpoint has been saved yet; --save_steps N saves one every N steps"
         if checkpoint := trainer.last_checkpoint():
             hint = f"{checkpoint} is complete: resume with\n    {resume_command(checkpoint)}"
@@ -155,7 +157,7 @@ def lost_process_named(trainer: Any, resume_command: Callable[[Path], str]) -> I
 def leave_group_at_exit() -> None:
     """Destroy the process group when this process exits, because transformers and accelerate leave the group open.
 
-    Threads of an open group sometimes abort Python's shutdown with SIGABRT ("terminate called without an active
+    Threads of an open group sometimes make Python's shutdown fail with SIGABRT ("terminate called without an active
     exception", https://github.com/pytorch/pytorch/issues/190489). Call `leave_group_at_exit` only after a complete
     training, because destroying a group may wait for a process that has died.
     """
@@ -176,14 +178,14 @@ _SAME = {
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
 }
-"""Key of a DeepSpeed config -> the argument that must have the same value."""
+"""Maps a key of a DeepSpeed config to the argument that must have the same value."""
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def config_problems(settings: Any) -> Iterator[Problem]:
     """Yield a problem for each value of the DeepSpeed config that contradicts an argument or another value of the config.
 
-    transformers (`HfTrainerDeepSpeedConfig`) compares them only after it has loaded the model.
+    transformers (`HfTrainerDeepSpeedConfig`) compares these values only after it has loaded the model.
     """
     config, name = deepspeed_config(settings.deepspeed)
     for key, argument in _SAME.items():
@@ -212,7 +214,7 @@ def config_problems(settings: Any) -> Iterator[Problem]:
 
 
 def check_dtype(settings: Any, compute: torch.dtype) -> None:
-    """Raise PrecisionError if the config enables another dtype than `compute`, or disables `compute`."""
+    """Raise PrecisionError if the DeepSpeed config enables another dtype than `compute`, or disables `compute`."""
     config, name = deepspeed_config(settings.deepspeed)
     for part, dtype in _DTYPES.items():
         enabled = value_in(config, f"{part}.enabled")
@@ -226,9 +228,9 @@ def check_dtype(settings: Any, compute: torch.dtype) -> None:
 
 
 def deepspeed_config(config: Any) -> tuple[Any, str]:
-    """Return (config, name for messages) of `--deepspeed`: a dict, JSON, or a path.
+    """Return (config, name for messages) of `--deepspeed`, which is a dict, JSON, or a path.
 
-    The config is empty without DeepSpeed, or if its file cannot be read.
+    The config is empty without DeepSpeed, and if its file cannot be read.
     """
     if isinstance(config, dict):
         return config, "the DeepSpeed config"
@@ -241,7 +243,7 @@ def deepspeed_config(config: Any) -> tuple[Any, str]:
 
 
 def value_in(config: Any, key: str) -> Any:
-    """Return the value of `config` at a key with dots (`zero_optimization.stage`); None without this key."""
+    """Return the value of `config` at a dotted key (`zero_optimization.stage`); None without this key."""
     for part in key.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config

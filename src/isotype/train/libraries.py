@@ -1,4 +1,4 @@
-"""Raises an error before a model is loaded if transformers or TRL lacks functions that isotype calls or overrides."""
+"""Before a model is loaded, raises an error if transformers or TRL lacks functions that isotype calls or overrides."""
 
 import logging
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ LAST_TESTED = {
 
 
 def require_fitting_libraries() -> None:
-    """Log libraries newer than `LAST_TESTED`. Raise UsageError if transformers or TRL lacks a needed function."""
+    """Log libraries that are newer than `LAST_TESTED`. Raise UsageError if transformers or TRL lacks a needed function."""
     import trl.trainer.utils
     from transformers import Trainer
 

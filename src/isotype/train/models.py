@@ -1,4 +1,4 @@
-"""Builds a training command's model with the policy and adapter, either with loaded weights or on the meta device."""
+"""Builds the model of a training command with the policy and the adapter. Its weights are loaded or on the meta device."""
 
 import copy
 import re
@@ -96,10 +96,10 @@ def adapted_model(
     except TypeError as error:
         if not init or "unexpected keyword argument" not in str(error):
             raise
-        headline = "the model does not take these arguments"
+        headline = "the model does not accept these arguments"
         what = f"--model_init_kwargs {', '.join(init)}: {error}"
         expected = "arguments of from_pretrained or fields of the model's config"
-        fix = "leave out the argument that the message names"
+        fix = "omit the argument that the message names"
         raise UsageError.of(headline, what, expected, fix) from error
     model.config.use_cache = False
     if not late:
@@ -127,7 +127,7 @@ _REFERENCE = "ref"
 
 
 def _with_reference(settings: Settings, model: Any) -> Any:
-    """Add the reference adapter to a sharded model if the loss needs a reference, because TRL cannot add this adapter."""
+    """If the model is sharded and the loss needs a reference, add the reference adapter, because TRL cannot add it."""
     if settings.sharding is not None and settings.method.compares(settings.training):
         policy = policy_of(model)
         assert policy is not None, "add_lora() stores the policy on the model"
@@ -139,9 +139,9 @@ def _with_reference(settings: Settings, model: Any) -> Any:
 
 @contextmanager
 def one_reference(settings: Settings, model: Any) -> Iterator[None]:
-    """Let TRL add the reference adapter `ref` while a trainer is built, and delete `ref` afterwards if it is not needed.
+    """While a trainer is built, let TRL add the reference adapter `ref`. Afterwards, delete `ref` if it is not needed.
 
-    In a sharded model, `ref` exists already, and TRL only copies values into `ref`. If the trained adapter is new, `ref` is
+    In a sharded model, `ref` already exists, and TRL only copies values into `ref`. If the trained adapter is new, `ref` is
     not needed, because the model without an adapter is the reference.
     """
     adapters = getattr(model, "peft_config", None) or {}
@@ -181,7 +181,7 @@ def require_token_ids(config: Any, settings: Settings) -> None:
         return
     headline = f"isotype {settings.method.name} trains models whose input is token ids"
     expected = "a language model, with or without images"
-    fix = "train the model in a script: isotype.load, isotype.add_lora and isotype.fuse accept it"
+    fix = "train the model in a script: isotype.load, isotype.add_lora and isotype.fuse accept this model"
     raise UsageError.of(headline, f"{cls.__name__}, which takes {takes}", expected, fix)
 
 
@@ -190,7 +190,7 @@ def require_router(config: Any, settings: Settings) -> None:
     coefficient = settings.router_aux_loss_coef
     if coefficient and not hasattr(config.get_text_config(), "output_router_logits"):
         what = f"--router_aux_loss_coef {coefficient} and a model of the type {config.model_type}"
-        expected, fix = "a mixture of experts that returns router logits", "leave --router_aux_loss_coef out"
+        expected, fix = "a mixture of experts that returns router logits", "omit --router_aux_loss_coef"
         raise UsageError.of("this model has no loss for routers", what, expected, fix)
 
 
@@ -204,7 +204,7 @@ def require_plain_head(model: Any, method: Method) -> None:
 
 
 def check_module_names(model: Any, config: Any) -> None:
-    """Raise UsageError if the rank is too large or if a name in the adapter's config fits no module or parameter."""
+    """Raise UsageError if the rank is too large, or if a name in the adapter's config matches no module or parameter."""
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -275,20 +275,20 @@ def _check_saved_experts(model: Any, config: Any) -> None:
 
 
 def _last(names: Iterable[str], parts: int = 1) -> set[str]:
-    """Return the last parts of each dotted name, without numbers of layers."""
+    """Return the last part of each dotted name, without layer numbers."""
     ends = {".".join(name.rsplit(".", parts)[-parts:]) for name in names}
     return {end for end in ends if end and not end.isdigit()}
 
 
 def _same_part(model: Any, name: str) -> list[str]:
-    """Return the model's name for its embedding or head if other architectures call this part `name`; else []."""
+    """If other architectures call the embedding or the head `name`, return this model's name for the same part; else []."""
     part = model.get_input_embeddings() if name in _EMBEDDINGS else None
     part = model.get_output_embeddings() if name in _HEADS else part
     return [path.rpartition(".")[2] for path, module in model.named_modules() if module is part][:1]
 
 
 def _check_rank(model: Any, config: Any) -> None:
-    """Raise UsageError if all adapted layers are narrower than the rank. If only some are, add a note to the model."""
+    """Raise UsageError if all adapted layers are narrower than the rank. If only some are narrower, add a note to the model."""
     rank, targets = getattr(config, "r", None), getattr(config, "target_modules", None)
     whole = TRAINED_WHOLE.get(task_of(config) or "", ())  # these heads are trained without an adapter
     without = layers_read(model) if str(targets).lower() == "all-linear" else {}
@@ -345,7 +345,7 @@ def tokenizer_here(model: str, revision: str | None) -> tuple[Path | str, Any]:
 
 
 def processing_class(source: Path | str, revision: str | None = None) -> Any:
-    """Return a checkpoint's tokenizer, or the processor of a model with images. Without either, raise CheckpointError."""
+    """Return the tokenizer of a checkpoint, or the processor of a model with images. Without either, raise CheckpointError."""
     limit_templates()
     local = Path(source).is_dir()
     return tokenizer_of(Path(source) if local else source, revision, required=True)
@@ -359,7 +359,7 @@ _SPARSE = ("FROD", "SHIRA")
 _NAMES_IN = (
     "rank_pattern", "alpha_pattern", "target_modules", "modules_to_save", "exclude_modules", "target_parameters",
 )  # fmt: skip
-"""Fields of an adapter's config that have names of modules or parameters."""
+"""Fields of an adapter's config that contain names of modules or parameters."""
 _NUMBER = re.compile(r"(^|\.)\d+(\\?\.|$)|\\d|\[\d|\(\d")
 
 
@@ -372,17 +372,18 @@ def weightless_model(
     fold: bool = False,
     **settings: Any,
 ) -> Any:
-    """Return the model that `isotype.load` and `isotype.add_lora` would make, with every tensor on the meta device.
+    """Return the model that `isotype.load` and `isotype.add_lora` would create, but with every tensor on the meta
+    device.
 
     Args:
         lora: a `peft.LoraConfig`, or None for no adapters.
-        fold: True to fold equal layers into one (see `isotype.model.repeated_layers`). Adapters are added to the folded model, unless
-            the policy, the quantizer or the adapters' config selects layers by number.
+        fold: True to fold equal layers into one (see `isotype.model.repeated_layers`). Adapters are added to the folded model,
+            unless the policy, the quantizer or the adapters' config selects layers by number.
         **settings: arguments of `skeleton` (a model class, and values for fields of the config).
 
     Raises:
         CheckpointError: transformers has no class for the config, or its class is incompatible.
-        PrecisionError: `lora` is given, but the policy trains every weight.
+        PrecisionError: `lora` is set, but the policy trains every weight.
         UsageError: PEFT cannot add the adapter to this model.
     """
     model = skeleton(config, policy, **settings)
@@ -434,9 +435,12 @@ def _adapter_arguments() -> Iterator[None]:
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:
-    """Return the parts of `--adapt`. By default: None (all parts) if rows have images, else the language model."""
+    """Return the parts of `--adapt`. The default is None (all parts) if rows have images, else the language model."""
     if settings.adapt is not None:
-        return Adapt(read_parts(settings.adapt), "--adapt does not name their part of the model")
+        return Adapt(
+            read_parts(settings.adapt),
+            "--adapt does not name the part of the model that contains these layers",
+        )
     if {"image", "images"} & set(columns):
         return None
     return Adapt((LANGUAGE,), "no row has an image, so no loss depends on these layers")

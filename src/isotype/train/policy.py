@@ -1,4 +1,4 @@
-"""Decides a run's policy and enforces it on a trainer. Measured value ranges decide a float16 policy."""
+"""Decides the policy of a run, and enforces it on a trainer. Measured value ranges decide a float16 policy."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +32,7 @@ Result = TypeVar("Result", bound=Ranges | Damages)
 def policy_by_ranges(
     checkpoint: Checkpoint, request: PrecisionRequest, device: str, *, when: str = "measure"
 ) -> tuple[PrecisionPolicy, Ranges | None]:
-    """Return the policy, and the value ranges that decided it (None if no ranges did).
+    """Return the policy, and the value ranges that decided the policy (None without ranges).
 
     With `when="measure"`, the ranges of a local checkpoint are read from the cache or measured. With `when="known"`, only
     cached ranges are used.
@@ -90,14 +90,14 @@ def moments_of_run(checkpoint: Checkpoint, device: str) -> dict[str, torch.Tenso
 
 
 def _measured(measure: Callable[..., Result], checkpoint: Checkpoint, profile: DeviceProfile) -> Result:
-    """Measure block by block on the training's GPU. Without a GPU or enough GPU memory, measure on the CPU."""
+    """Measure block by block on the GPU of the training. Without a GPU or enough GPU memory, measure on the CPU."""
     if not profile.present or profile.kind not in ("cuda", "rocm", "xpu"):
         return measure(checkpoint)
     device = torch.device(profile.name)
     try:
         return measure(checkpoint, device=device)
     except torch.OutOfMemoryError:
-        note = f"measured on the CPU: the memory of {profile.title} was too small"
+        note = f"measured on the CPU, because the memory of {profile.title} was too small"
     finally:
         torch.get_device_module(device).empty_cache()  # later choices depend on the free memory
     result = measure(checkpoint)
@@ -108,13 +108,12 @@ def enforce(model: Any, policy: PrecisionPolicy | None = None) -> tuple[Change, 
     """Apply `policy` to a model or a trainer in place, and return the changes.
 
     Args:
-        model: a model, or a trainer of transformers or TRL before `train()`. A trainer also gets GradScaler and autocast,
+        model: a model, or a trainer of transformers or TRL before `train()`. A trainer also gets a GradScaler and autocast,
             because accelerate creates neither for float16 on a CPU.
-        policy: by default, the model's policy (set by `isotype.load` and `isotype.add_lora`).
+        policy: the policy to apply. The default is the model's policy (set by `isotype.load` and `isotype.add_lora`).
 
     Raises:
-        PrecisionError: there is no policy, a quantization state is lost, or the trainer was built for another mixed
-            precision.
+        PrecisionError: there is no policy, a quantization state is lost, or the trainer was built for another mixed precision.
     """
     is_trainer = hasattr(model, "accelerator") and hasattr(model, "model")
     policy = policy or policy_of(model.model if is_trainer else model)
@@ -130,10 +129,10 @@ def enforce_trainer(
 ) -> tuple[Change, ...]:
     """Apply `policy` to the model, the autocast and the GradScaler of a newly built trainer.
 
-    `use_liger_kernel` is switched off, because the trainer would install Liger's kernels (see `isotype.compat.liger`).
+    `use_liger_kernel` is turned off, because the trainer would install Liger's kernels (see `isotype.compat.liger`).
 
     Args:
-        masters: values of the trainable parameters by name, from before the trainer was built. The values are restored,
+        masters: values that the trainable parameters had before the trainer was built, by name. These values are restored,
             because TRL rounds the trainable parameters of a quantized model to bfloat16.
     """
     parameters = dict(trainer.model.named_parameters())
@@ -157,7 +156,7 @@ _ALL_BUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 
 def sound_attention(profile: DeviceProfile) -> AbstractContextManager[None]:
-    """Return a context that disables cuDNN attention on devices on which cuDNN's gradients can be NaN (IST812)."""
+    """Return a context that disables cuDNN attention on devices on which its gradients can be NaN (IST812)."""
     return sdpa_kernel(_ALL_BUT_CUDNN) if has_faulty_cudnn(profile) else nullcontext()
 
 
@@ -199,6 +198,6 @@ def _mixed_precision(trainer: Any, policy: PrecisionPolicy) -> None:
 
 
 def begin_loss_scale(scaler: Any, policy: PrecisionPolicy) -> None:
-    """Set a GradScaler's scale to the policy's loss scale if the GradScaler still has PyTorch's default."""
+    """If a GradScaler still has PyTorch's default scale, set the scale to the policy's loss scale."""
     if scaler.get_scale() == DEFAULT_LOSS_SCALE != policy.loss_scale:
         scaler.load_state_dict({**scaler.state_dict(), "scale": policy.loss_scale})

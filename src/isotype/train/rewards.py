@@ -31,7 +31,7 @@ _UNPASSED = {"prompt", "completion", "completion_ids"}
 
 
 def rewards_of(settings: Settings) -> dict[str, Any]:
-    """Return the trainer's argument `reward_funcs` as a dict, or an empty dict for a method without rewards."""
+    """Return the trainer's argument `reward_funcs` as a dict; an empty dict for a method without rewards."""
     if "reward_funcs" not in settings.command.specs:
         return {}
     functions = reward_functions(settings.reward_funcs, settings.reward_model_name_or_path)
@@ -39,12 +39,12 @@ def rewards_of(settings: Settings) -> dict[str, Any]:
     if weights is not None and len(weights) != len(functions):
         what = f"--reward_weights with {len(weights)} values"
         expected = f"{len(functions)}, one for each reward"
-        raise UsageError.of("rewards that cannot be used", what, expected, "give a weight for each reward")
+        raise UsageError.of("rewards that cannot be used", what, expected, "set a weight for each reward")
     return {"reward_funcs": functions}
 
 
 def check_rewards(settings: Settings, rewards: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Raise DataError if a reward function does not fit the columns that the trainer will pass to it."""
+    """Raise DataError if a reward function does not accept the columns that the trainer will pass."""
     # The path of a reward model is not callable.
     functions = [function for function in rewards.get("reward_funcs", ()) if callable(function)]
     names = settings.reward_funcs or () if functions else ()
@@ -104,7 +104,7 @@ def _unfit(flag: str, function: Any, row: Mapping[str, Any], renamed: str | None
     try:
         signature.bind(**dict.fromkeys(passed))
     except TypeError as error:
-        expected = f"a function that takes {', '.join(_VALUES)} and each column by keyword"
+        expected = f"a function that accepts {', '.join(_VALUES)} and each column by keyword"
         yield Problem(f"{flag}: {error}", expected, "add **kwargs to the parameters of the function")
     if _of_trl(function) and "completions" in signature.parameters and isinstance(row.get("prompt"), str):
         expected = "prompts as lists of messages, because the function reads the content of a message"
@@ -125,14 +125,14 @@ def reward_functions(names: Sequence[str] | None, reward_model: str | None) -> l
         verifies = getattr(function, "__name__", "").endswith("accuracy_reward") and _of_trl(function)
         if verifies and find_spec("math_verify") is None:
             what, expected = f"--reward_funcs {name}", "the package math_verify, which is not installed"
-            function = Problem(what, expected, "pip install math-verify, or leave the function out")
+            function = Problem(what, expected, "pip install math-verify, or omit the function")
         if isinstance(function, Problem):
             problems.append(function)
         else:
             functions.append(_explained(function))
     if not functions and not problems:
         what = "no --reward_funcs and no --reward_model_name_or_path"
-        fix = f"give --reward_funcs with one of {', '.join(BUILT_IN)} or a dotted path such as my_rewards.length"
+        fix = f"set --reward_funcs to one of {', '.join(BUILT_IN)} or to a dotted path such as my_rewards.length"
         problems.append(Problem(what, "at least one reward", fix))
     if problems:
         raise UsageError("rewards that cannot be used", problems)
@@ -153,7 +153,7 @@ def _explained(function: Any) -> Any:
                 "a reward function failed",
                 f"{name}: {error_line(error)}   at {_line_in(function, error)}",
                 "a list with a float for each completion",
-                "correct the function; a chat's completions are lists of messages, whose text is "
+                "correct the function; completions of a chat are lists of messages, whose text is "
                 'completion[0]["content"]',
             ) from error
 

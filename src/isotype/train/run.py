@@ -41,7 +41,7 @@ class Choice:
 
     @property
     def words(self) -> str:
-        """`off`, `every layer`, `every 2nd layer`, …"""
+        """A description of the choice, such as `off`, `every layer` or `every 2nd layer`."""
         if self.arguments is None:
             return "off"
         number = int(self.arguments.get("every_n_layers", 1))
@@ -50,9 +50,11 @@ class Choice:
 
 
 def choose(foresee: Foresee, room: Room) -> Choice:
-    """Choose to recompute as few layers as the memory allows: none, every fourth, third or second layer, or all.
+    """Choose to recompute as few layers as the memory allows: no layer, every fourth, third or second layer, or all
+    layers.
 
-    `foresee` takes arguments of `gradient_checkpointing_enable` and returns the step's peak memory in bytes.
+    `foresee` is a function that takes arguments of `gradient_checkpointing_enable` and returns the step's peak memory
+    in bytes.
     """
     if room.size is None:
         return Choice(CHECKPOINTING, room.words)
@@ -81,7 +83,8 @@ def _peaks(peak: int, without: int) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """The decisions of a training command. The fields from `trainer` on are set after the model is loaded.
+    """The decisions of a training command. The field `trainer` and all following fields are set after the model is
+    loaded.
 
     Attributes:
         settings: the command's settings. If the command names an adapter, the model is the adapter's base model.
@@ -91,7 +94,7 @@ class Run:
         identity: the settings that determine the run's results (see `isotype.train.output.resume.identity_of`).
         ranges: the value ranges that decided the policy, or None if ranges were not measured.
         questions: (sample, prompt) of each question that the model answers before and after the training.
-        fusion: the report on the fused layers, or None if nothing was fused.
+        fusion: the report on the fused layers; None if no layer was fused.
     """
 
     settings: Settings

@@ -1,8 +1,8 @@
 """The model of `isotype demo --pictures`: SmolLM2 with a small vision tower that was trained to name shapes.
 
-No package that isotype can depend on contains a vision-language model. Therefore a vision tower (0.4 million parameters)
-and a projector are trained for half a minute on drawn images. Their outputs become similar to the embeddings of matching
-words ("three", "red", "circles"). SmolLM2's weights do not change.
+No package that isotype can depend on contains a vision-language model. Therefore isotype trains a vision tower (0.4
+million parameters) and a projector on drawn images for half a minute. The outputs of the projector become similar to the
+embeddings of matching words ("three", "red", "circles"). This training does not change the weights of SmolLM2.
 """
 
 import random
@@ -32,7 +32,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _NAMES = ((*NUMBERS,), (*COLOURS,), tuple(f"{form}s" for form in FORMS))
-"""Image tokens learn the embeddings of these words: three successive tokens for number, colour and form."""
+"""Image tokens learn the embeddings of these words. Three successive tokens stand for number, colour and form."""
 
 
 def make_shapes_model(folder: Path, say: Callable[[str], object]) -> Path:

@@ -1,4 +1,4 @@
-"""Ends a run early, when a signal arrives or when evaluations do not improve (early stopping)."""
+"""Ends a run early after a signal, or if evaluations do not improve (early stopping)."""
 
 import os
 import signal
@@ -24,13 +24,13 @@ _ECHO_SECONDS = 2.0
 
 @contextmanager
 def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
-    """The first Ctrl-C, SIGTERM or SIGHUP ends the training after the current step, with a checkpoint.
+    """Let the first Ctrl-C, SIGTERM or SIGHUP end the training after the current step, with a checkpoint.
 
-    A second signal ends the training at once, except SIGHUP, because a terminal that hangs up may send two.
+    A second signal ends the training at once, except SIGHUP, because a closed terminal may send two SIGHUP.
 
     Yield the list of signals received so far. Outside the main thread, Python receives no signals, and the list stays
-    empty. When the context ends, the former signal handlers are restored. But if a signal has stopped the `isotype`
-    command, further signals are ignored, so that the command can print how to resume.
+    empty. When the context ends, the former signal handlers are restored. However, if a signal has stopped the
+    `isotype` command, further signals are ignored, so that the command can print how to resume.
     """
     from transformers import TrainerCallback
 
@@ -83,7 +83,7 @@ def graceful_stop(trainer: Any, console: Console) -> Iterator[list[int]]:
 
 
 def _any_process_stopped(trainer: Any, stopped: list[int]) -> bool:
-    """Return True in every process if any process has received a signal, so that all stop after the same step."""
+    """Return True in every process if any process has received a signal, so that all processes stop after the same step."""
     if trainer.accelerator.num_processes > 1:
         number = torch.tensor([stopped[0] if stopped else 0], device=trainer.args.device)
         numbers = trainer.accelerator.gather(number).tolist()
@@ -95,7 +95,7 @@ class EarlyStopping(EarlyStoppingCallback):  # type: ignore[misc]  # transformer
     """Callback that ends a training when the evaluation loss (or `--metric_for_best_model`) no longer improves."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the checkpoint's counter. Unlike transformers' method, do not restore an earlier decision to stop."""
+        """Restore the checkpoint's counter. Unlike the method of transformers, do not restore an earlier decision to stop."""
         saved = (state.stateful_callbacks or {}).get(type(self).__name__)
         counter = "early_stopping_patience_counter"
         if isinstance(saved, dict) and state.global_step:
@@ -144,6 +144,6 @@ def last_model_note(settings: Settings) -> str | None:
     if settings.early_stopping_patience is None or settings.load_best_model_at_end:
         return None
     return (
-        "early stopping saves the model of its last step; --load_best_model_at_end True saves the best model (it needs "
-        "--eval_strategy steps, and --save_steps that are a multiple of --eval_steps)"
+        "early stopping saves the model of its last step; --load_best_model_at_end True saves the best model (with "
+        "--eval_strategy steps, and --save_steps a multiple of --eval_steps)"
     )

@@ -1,4 +1,4 @@
-"""Makes trainers of transformers or TRL that keep a precision policy, save complete checkpoints and measure steps."""
+"""Makes trainers of transformers or TRL that follow a precision policy, save complete checkpoints and measure steps."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class PolicyTrainer(WholeCheckpoints):
         """Clear `requires_grad` of embedding outputs if gradient checkpointing does not need it.
 
         TRL sets `requires_grad` when the trainer is built, and transformers (5.23) sets it when the training begins.
-        With `requires_grad` set, autograd would also run the backward of frozen layers below the first adapter.
+        If `requires_grad` were set, autograd would also run the backward of frozen layers below the first adapter.
         """
         args, needed = self.args, needs_input_gradients
         if args.gradient_checkpointing and not needed(args.gradient_checkpointing_kwargs, self.model):
@@ -87,7 +87,7 @@ class PolicyTrainer(WholeCheckpoints):
         return values * int(self._flops_of_value)
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the trainer's `compute_loss`. Hooks on embeddings get the batch as one row (`seen_as_joined`)."""
+        """Call the trainer's `compute_loss`. Compute the loss. Hooks on embeddings get the batch as one row (`seen_as_joined`)."""
         with seen_as_joined(self, inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
 

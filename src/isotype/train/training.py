@@ -69,8 +69,8 @@ class Outcome:
 
     Attributes:
         adapter: directory of the saved adapter (or model), or None if nothing was saved.
-        checkpoint: the last complete checkpoint of this run, else the resumed checkpoint, or None without a checkpoint.
-        stopped_by: number of the signal that stopped the run, or None if no signal stopped the run.
+        checkpoint: the last complete checkpoint of this run, or else the resumed checkpoint; None without a checkpoint.
+        stopped_by: number of the signal that stopped the run; None if no signal stopped the run.
     """
 
     record: RunRecord
@@ -84,10 +84,11 @@ class Outcome:
 def run(settings: Settings, console: Console) -> Outcome:
     """Run one training command.
 
-    Errors in arguments, data, device and the checkpoint's headers are raised before any weights are read.
+    Run a training. Errors in arguments, data, device and the checkpoint's headers are raised before any weights are
+    read.
 
     Raises:
-        IsotypeError: bad arguments, data, checkpoint or precision, or a full disk when a file is saved.
+        IsotypeError: arguments, data, checkpoint or precision are invalid, or the disk is full when a file is saved.
     """
     require_fitting_libraries()
     with interrupts_kept():
@@ -110,7 +111,7 @@ def run(settings: Settings, console: Console) -> Outcome:
 
 
 def _for_machine(settings: Settings, sharding: Sharding | None, profile: DeviceProfile) -> Settings:
-    """Return the settings for this machine, without `--fsdp`, because isotype itself shards the model."""
+    """Return the settings for this machine. They do not have `--fsdp`, because isotype itself shards the model."""
     values: dict[str, Any] = {}
     if not torch.cuda.is_available():
         values["dataloader_pin_memory"] = False  # torch warns about pinned memory without a GPU
@@ -158,7 +159,7 @@ def _decided(settings: Settings, profile: DeviceProfile, rewards: dict[str, Any]
 
 
 def _built(run: Run, console: Console) -> Run:
-    """Build the model and the trainer under the policy. Answer the sample questions before the training."""
+    """Build the model and the trainer under the policy. Before the training, answer the sample questions."""
     from transformers import set_seed
 
     settings, policy, data = run.settings, run.policy, run.data
@@ -245,7 +246,7 @@ def _built(run: Run, console: Console) -> Run:
 
 
 def _compiled_or_fused(trainer: Any, settings: Settings, console: Console) -> FusionReport | None:
-    """Compile the model's blocks or fuse its layers. Return the report on fused layers, or None if nothing is fused."""
+    """Compile the model's blocks or fuse its layers. Return the report on fused layers, or None if no layer is fused."""
     if trainer.compilation is not None:
         say(console, compile_blocks(trainer.model, trainer.compilation))
         return None
@@ -274,20 +275,20 @@ def _trainer_arguments(run: Run, choice: Choice, rows: Any) -> Any:
 
 @contextmanager
 def _arguments_of(settings: Settings) -> Iterator[None]:
-    """Turn errors from TRL and PEFT while a trainer is built into a UsageError about the user's arguments."""
+    """Turn errors of TRL and PEFT while a trainer is built into a UsageError about the user's arguments."""
     try:
         yield
     except (ValueError, ImportError, NotImplementedError) as error:
         trainer, message = settings.method.trainer, one_line(error)
         values = {**vars(settings.model), **vars(settings.training)}
         fix = fix_of_message(message, settings.command.values, values, f"isotype {settings.method.name}")
-        headline = f"{trainer} does not take these arguments"
+        headline = f"{trainer} does not accept these arguments"
         raise UsageError.of(headline, message, f"arguments that {trainer} accepts together", fix) from error
 
 
 @contextmanager
 def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterator[None]:
-    """If the chat template refuses a row, render all rows to find this row. Raise DataError with the row's number."""
+    """If the chat template raises an error for a row, render all rows to find this row. Raise DataError with the row's number."""
     try:
         yield
     except (TemplateError, *ERRORS):
@@ -300,8 +301,8 @@ def _refused_rows_named(settings: Settings, tokenizer: Any, data: Any) -> Iterat
 def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iterator[None]:
     """While the trainer is built, use the path of the model's weights as the model's name.
 
-    If every weight is trained, TRL loads the reference model by this name. By a hub id, TRL would load the newest revision
-    instead of the requested one; by a GGUF file, TRL would fail.
+    If every weight is trained, TRL loads the reference model by this name. With a hub id, TRL would load the newest
+    revision instead of the requested one. With a GGUF file, TRL would fail.
     """
     config = model.get_base_model().config if hasattr(model, "get_base_model") else model.config
     name = name_of(config)
@@ -314,7 +315,7 @@ def _named_by_path(model: Any, source: Path | str, revision: str | None) -> Iter
 
 
 def _first_answers(run: Run, model: Any, tokenizer: Any, console: Console) -> list[tuple[Sample, Prompt]]:
-    """Return the sample questions with the answers before the training. A resumed run takes the answers from the report."""
+    """Return the sample questions with the answers before the training. A resumed run reads the answers from the report."""
     questions = describe.sample_questions(run.settings, run.data) if run.settings.method.answers else []
     if questions and run.resume is None:
         with console.status("answering sample questions before training …"):

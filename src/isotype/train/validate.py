@@ -44,7 +44,7 @@ _TEMPLATE = "a .jinja file, or a directory or hub id with a tokenizer"
 def checked_settings(command: Command, bare: bool = False) -> Settings:
     """Return the settings of a command. Raise UsageError or PrecisionError if a check refuses an argument.
 
-    With `bare` (`isotype check MODEL` without a method), this machine is not checked.
+    If `bare` is True (`isotype check MODEL` without a method), this machine is not checked.
     """
     settings = start_of(settings_of(command))
     here = device_profile(settings.device).present and not bare
@@ -56,13 +56,13 @@ def checked_settings(command: Command, bare: bool = False) -> Settings:
 
 
 def check_settings(settings: Settings) -> None:
-    """Check arguments, then optimizer and hub, then files. Raise UsageError after the first of the three that fails."""
+    """Check arguments, then optimizer and hub, and then files. Raise UsageError after the first of these checks that fails."""
     first = [*argument_problems(settings), *machine_problems(settings)]
     _refuse_first(first, chain(optimizer_problems(settings), _hub(settings)), _read_later(settings))
 
 
 def _refuse_first(*groups: Iterable[Problem]) -> None:
-    """Raise UsageError with all problems of the first group that has any. Later groups are not checked."""
+    """Raise UsageError with all problems of the first group that has problems. Later groups are not checked."""
     if problems := next(filter(None, map(list, groups)), None):
         raise UsageError("invalid arguments", problems)
 
@@ -101,7 +101,7 @@ def _adapter(settings: Settings) -> Iterator[Problem]:
     if "lora_task_type" in settings.command and task != method.task_type:
         fits = [other.name for other in METHODS.values() if other.task_type == task]
         expected = f"{method.task_type}, the task of isotype {method.name}"
-        fix = f"leave it out{f', or run isotype {fits[0]}, whose task is {task}' if fits else ''}"
+        fix = f"omit it{f', or run isotype {fits[0]}, whose task is {task}' if fits else ''}"
         yield Problem(f"--lora_task_type {task} with {method.name}", expected, fix)
     targets, parts = settings.lora_target_modules, settings.adapt
     if isinstance(targets, str) and targets != "all-linear":
@@ -131,19 +131,19 @@ def _trainer(settings: Settings) -> Iterator[Problem]:
             yield Problem(f"--per_device_train_batch_size 1 with {method.name}", expected, fix)
         if (order := settings.train_sampling_strategy) != "sequential":
             what = f"--train_sampling_strategy {order} with {method.name}"
-            fix = "leave it out, or --loss_type apo_zero_unpaired"
-            yield Problem(what, "sequential, because the loss pairs neighbouring rows", fix)
+            fix = "omit it, or --loss_type apo_zero_unpaired"
+            yield Problem(what, "sequential, because the loss pairs neighboring rows", fix)
     if settings.train_sampling_strategy == "group_by_length" and method.loss in ("preference", "reward"):
         what, expected = f"--train_sampling_strategy group_by_length with {method.name}", "rows with one text"
-        yield Problem(what, expected, "leave it out")
+        yield Problem(what, expected, "omit it")
     if method.loss in ("preference", "unpaired") and not settings.beta and "sft" not in losses:
-        expected = "more than 0: at 0, the loss does not depend on the model"
-        yield Problem(f"--beta 0 with {method.name}", expected, "leave it out, or --beta 0.01")
+        expected = "more than 0, because the loss does not depend on the model at 0"
+        yield Problem(f"--beta 0 with {method.name}", expected, "omit it, or --beta 0.01")
     if "exo_pair" in losses and not settings.label_smoothing:
         yield Problem("--loss_type exo_pair", "label smoothing above 0", "add --label_smoothing 1e-3")
     if settings.sync_ref_model and settings.use_peft:
         expected = "--use_peft False, because an adapter's reference model is its unchanged base model"
-        yield Problem("--sync_ref_model True with adapters", expected, "leave one of the two out")
+        yield Problem("--sync_ref_model True with adapters", expected, "omit one of the two")
 
 
 def _attention(settings: Settings) -> Any:
@@ -166,13 +166,13 @@ _CHECKPOINT = sorted(
     {*inspect.signature(checkpoint).parameters, "preserve_rng_state", "every_n_layers", "offload"}
     - {"function", "args", "kwargs", "context_fn"}
 )
-"""Valid keys of `--gradient_checkpointing_kwargs`: arguments in PyTorch and transformers that can be written in JSON."""
+"""Valid keys of `--gradient_checkpointing_kwargs`: arguments of PyTorch and transformers that can be written in JSON."""
 
 
 def _checkpointing(settings: Settings) -> Iterator[Problem]:
     arguments = settings.gradient_checkpointing_kwargs or {}
     for name in sorted(arguments.keys() - _CHECKPOINT):
-        fix = did_you_mean(name, _CHECKPOINT, "leave it out", n=1, shown=repr)
+        fix = did_you_mean(name, _CHECKPOINT, "omit it", n=1, shown=repr)
         yield Problem(f"--gradient_checkpointing_kwargs: {name!r}", f"one of {', '.join(_CHECKPOINT)}", fix)
     every = arguments.get("every_n_layers", 1)
     if not isinstance(every, int) or every < 1:
@@ -186,9 +186,9 @@ def _offload(settings: Settings) -> Iterator[Problem]:
     arguments = settings.gradient_checkpointing_kwargs or {}
     expected = "a GPU, because only activations on a GPU can be moved to CPU memory"
     if arguments.get("offload"):
-        yield Problem("--gradient_checkpointing_kwargs: offload, on a CPU", expected, "leave it out")
+        yield Problem("--gradient_checkpointing_kwargs: offload, on a CPU", expected, "omit it")
     if settings.activation_offloading:
-        yield Problem("--activation_offloading, on a CPU", expected, "leave it out")
+        yield Problem("--activation_offloading, on a CPU", expected, "omit it")
 
 
 def _paths(settings: Settings) -> Iterator[Problem]:
@@ -220,7 +220,7 @@ def _packages(settings: Settings) -> Iterator[Problem]:
     ]
     for argument, package in wanted:
         if package and find_spec(package) is None:
-            fix = f"pip install {package.replace('_', '-')}, or leave {argument.split()[0]} out"
+            fix = f"pip install {package.replace('_', '-')}, or omit {argument.split()[0]}"
             yield Problem(argument, f"the package {package}, which is not installed", fix)
 
 
@@ -232,7 +232,7 @@ def optimizer_problems(settings: Settings) -> Iterator[Problem]:
         kind, arguments = Trainer.get_optimizer_cls_and_kwargs(settings.training, torch.nn.Linear(1, 1))
         kind([torch.nn.Parameter(torch.zeros(1))], **arguments)
     except _BUILD_ERRORS as error:
-        fix = "leave --optim and --optim_args out, or add the --optim_args that this error requires"
+        fix = "omit --optim and --optim_args, or add the --optim_args that this error requires"
         yield _unbuilt(f"--optim {settings.optim}", error, fix)
 
 
@@ -266,7 +266,7 @@ def _schedule_fix(kind: str) -> str:
     parameters = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(kind)]).parameters
     takes = [name for name in parameters if name not in common]
     if not takes:
-        return "leave --lr_scheduler_kwargs out: this schedule takes none"
+        return "omit --lr_scheduler_kwargs, because this schedule has no arguments"
     return f"--lr_scheduler_kwargs of {', '.join(takes)}, or --lr_scheduler_type linear"
 
 
@@ -278,7 +278,7 @@ def _hub(settings: Settings) -> Iterator[Problem]:
     from huggingface_hub.utils import validate_repo_id
 
     name = settings.hub_model_id or Path(settings.output_dir).name
-    later = f"leave --push_to_hub out, and upload afterwards: hf upload {name} {settings.output_dir}"
+    later = f"omit --push_to_hub, and upload afterwards: hf upload {name} {settings.output_dir}"
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -313,7 +313,7 @@ def _read_later(settings: Settings) -> Iterator[Problem]:
                 pretrained(kind, name)
         except (OSError, ValueError) as error:
             setting = f"--{flag} {name}: {why or first_line(error)}"
-            yield Problem(setting, expected, "check the spelling and the network, or give a local path")
+            yield Problem(setting, expected, "check the spelling and the network, or use a local path")
 
 
 def _model_arguments(settings: Settings) -> Iterator[Problem]:
@@ -322,19 +322,19 @@ def _model_arguments(settings: Settings) -> Iterator[Problem]:
         yield Problem(
             "--use_liger_kernel: Liger replaces the forwards of norms and MLPs, including those that follow the precision policy",
             "norms and MLPs that follow the precision policy",
-            "leave it out: fused layers (--fuse, the default) have kernels for the same operations",
+            "omit it, because fused layers (--fuse, the default) have kernels for the same operations",
         )
     for name, flag in (("attn_implementation", "attn_implementation"), ("revision", "model_revision")):
         value = settings.value(flag)
         if name in init and flag in settings.command and init[name] != value:
             both = f"--{flag} {value} and --model_init_kwargs {name}={init[name]}"
-            yield Problem(both, f"one {name}", "leave one of the two out")
+            yield Problem(both, f"one {name}", "omit one of the two")
     if settings.trust_remote_code or init.get("trust_remote_code"):
-        expected = "an architecture that transformers has: isotype runs no code from a checkpoint"
-        yield Problem("--trust_remote_code", expected, "leave it out")
+        expected = "an architecture that transformers has, because isotype runs no code from a checkpoint"
+        yield Problem("--trust_remote_code", expected, "omit it")
     if settings.use_cpu and not settings.device.startswith("cpu"):
         what = f"--use_cpu True and --device {settings.device}"
-        yield Problem(what, "one device", "leave one of the two out")
+        yield Problem(what, "one device", "omit one of the two")
 
 
 def training_device(settings: Settings) -> DeviceProfile:
@@ -342,7 +342,9 @@ def training_device(settings: Settings) -> DeviceProfile:
     device, name = settings.device, settings.method.name
     profile = device_profile(device)
     if not profile.present:
-        fix = f"leave --device out to train on {device_profile('auto').title}, or check the run for {profile.title}"
+        fix = (
+            f"omit --device to train on {device_profile('auto').title}, or check the run for {profile.title}"
+        )
         problem = Problem(f"--device {device}", "a device of this machine", fix, ((name,), ("check", name)))
         raise UsageError(f"{profile.title} is not in this machine", [problem])
     if index := torch.device(profile.name).index:
@@ -373,10 +375,10 @@ def check_tokenizer(settings: Settings, source: Path | str, tokenizer: Any, data
     """Check that the tokenizer fits the data, the arguments and the model's vocabulary.
 
     Raises:
-        UsageError: conversations without a chat template, a special token that is not in the vocabulary, or no
-            completions for `--completion_only_loss True`.
+        UsageError: conversations without a chat template, a special token that is not in the vocabulary, or no completions for
+            `--completion_only_loss True`.
         CheckpointError: the model has no embedding for some token ids of the tokenizer.
-        DataError: rows have token ids without an embedding, or images that the model does not take.
+        DataError: rows have token ids without an embedding, or images although the model accepts none.
     """
     from transformers import AutoConfig
 
@@ -413,16 +415,16 @@ def _tokenizer(settings: Settings, tokenizer: Any, data: Any) -> Iterator[Proble
     rows = islice(data[settings.dataset_train_split], 1)
     template = getattr(tokenizer, "chat_template", None) or settings.chat_template_path
     if not template and any(is_conversational(row) for row in rows):
-        fix = "add chat_template.jinja to the model's directory, or give prompts as plain text"
+        fix = "add chat_template.jinja to the model's directory, or use prompts of plain text"
         if "chat_template_path" in settings.command.specs:
-            fix = "--chat_template_path FILE.jinja, or prompts and completions as plain text"
+            fix = "--chat_template_path FILE.jinja, or prompts and completions of plain text"
         expected = "a chat template, which renders a conversation as text"
         yield Problem("conversations, and a tokenizer without a chat template", expected, fix)
     for flag in ("eos_token", "pad_token"):
         token = settings.value(flag)
         if token is not None and token not in inner.get_vocab():
             expected = f"a token of the vocabulary; the tokenizer's default is {getattr(inner, flag)}"
-            yield Problem(f"--{flag} {token}", expected, "leave it out, or correct the spelling")
+            yield Problem(f"--{flag} {token}", expected, "omit it, or correct the spelling")
 
 
 def _check_completions(settings: Settings, data: Any) -> None:
@@ -430,13 +432,13 @@ def _check_completions(settings: Settings, data: Any) -> None:
     labelled = {"prompt", "completion"} <= columns.keys() or "labels" in columns
     if settings.completion_only_loss is True and not labelled:
         what = f"--completion_only_loss True with the columns {listed(map(repr, columns))}"
-        fix = "for conversations, --assistant_only_loss True; otherwise, leave --completion_only_loss out"
+        fix = "for conversations, --assistant_only_loss True; otherwise, omit --completion_only_loss"
         expected = "'prompt' and 'completion', or 'completion_mask'"
-        raise UsageError.of("there are no completions in this data", what, expected, fix)
+        raise UsageError.of("the data has no completions", what, expected, fix)
 
 
 def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> Iterator[str]:
-    """Yield a hint if prompts are plain text that the model's chat template does not render."""
+    """If the prompts are plain text, but the model has a chat template, yield a hint."""
     row: dict[str, Any] = next(iter(data[settings.dataset_train_split]), {})
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
@@ -444,6 +446,6 @@ def plain_turns(settings: Settings, tokenizer: Any, data: Any) -> Iterator[str]:
     special = getattr(tokenizer, "tokenizer", tokenizer).get_added_vocab()
     if not any(token in prompt for token in special):  # with special tokens, prompts are already rendered
         yield (
-            "the prompts are plain text, which the model's chat template does not render; --apply_chat_template True "
+            "the prompts are plain text, so the model's chat template is not used; --apply_chat_template True "
             "turns prompts into user messages and answers into assistant messages"
         )

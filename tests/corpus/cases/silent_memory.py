@@ -169,7 +169,7 @@ def input_casts(broken: Broken) -> str | None:
         outcome = real_step(broken.model, broken.inputs, broken.autocast, phases=("forward",))
     assert outcome.error is None, outcome.error
     undone = [name for name, given, returned in calls if (given, returned) == (FP32, BF16)]
-    return f"{len(undone)} of {len(calls)} adapter inputs are cast to float32 and back" if undone else None
+    return f"{len(undone)} of {len(calls)} PEFT casts adapter inputs to float32 and back" if undone else None
 
 
 SCENARIOS: tuple[Scenario, ...] = (

@@ -178,7 +178,8 @@ def test_a_blank_has_the_shapes_of_a_quantized_one(storage: str, double_quant: b
 
 def test_blocks_never_straddle_experts() -> None:
     assert (
-        why_dense((2, 3, 50), "nf4") == "an expert has 150 values, which is no multiple of the block size 64"
+        why_dense((2, 3, 50), "nf4")
+        == "an expert has 150 values, which is not a multiple of the block size 64"
     )
     assert why_dense((2, 32, 50), "nf4") is None
     assert why_dense((2, 3, 50), "int8") is None

@@ -104,5 +104,5 @@ def test_what_goes_wrong_in_the_watch_is_a_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Numbers, "_read", lambda *_: 1 / 0)
     model(torch.ones(1, 2)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert said == ["values are no longer watched: ZeroDivisionError: division by zero"]
+    assert said == ["isotype no longer checks the values: ZeroDivisionError: division by zero"]
     assert not model._forward_pre_hooks

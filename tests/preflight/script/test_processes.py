@@ -146,7 +146,7 @@ def test_a_training_in_a_child_process_is_explained_there(
     assert err.count("error[IST101]") == 1
     assert "RuntimeError: mat1 and mat2 must have the same dtype" in err
     assert str(Path(isotype.__file__).parent) not in err
-    assert "no training step was seen" not in err
+    assert "no training step was recorded" not in err
 
 
 def test_a_shell_is_not_looked_into_and_that_is_said(script: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +156,6 @@ def test_a_shell_is_not_looked_into_and_that_is_said(script: str, capfd: pytest.
     assert leaving.value.code == 3
     assert subprocess.Popen.__init__ is started
     assert capfd.readouterr().err == (
-        "isotype: no training step was seen: the script started other programs (sh), in which isotype records nothing; if one "
-        "of them trains, write `isotype run` in place of `python` in its command\n"
+        "isotype: no training step was recorded: the script started other programs (sh), which isotype does not record; if one "
+        "of them trains, write `isotype run` instead of `python` in its command\n"
     )

@@ -33,7 +33,7 @@ from tests.train.tiny import save_chat_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 _NOTHING_SEEN = (
-    "isotype: no training step was seen: no module with parameters that require a gradient was called\n"
+    "isotype: no training step was recorded: no module with parameters that require a gradient was called\n"
 )
 
 
@@ -108,7 +108,9 @@ def test_a_script_without_torch_runs_and_that_is_said(tmp_path: Path) -> None:
     done = _plain("-m", "isotype.cli.run", str(script), "--steps", "-m")
     assert done.returncode == 1
     assert done.stdout == f"__main__ ['--steps', '-m'] {tmp_path} False\n"
-    assert done.stderr == "isotype: no training step was seen: the script never imported torch\na reason\n"
+    assert (
+        done.stderr == "isotype: no training step was recorded: the script never imported torch\na reason\n"
+    )
 
 
 def test_a_script_that_fails_before_it_imports_torch_names_the_error(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_a_script_that_fails_before_it_imports_torch_names_the_error(tmp_path: P
     *_, error, line = done.stderr.splitlines()
     assert error == "ModuleNotFoundError: No module named 'unsloth'"
     reason = "ModuleNotFoundError ended the script before it imported torch"
-    assert line == f"isotype: no training step was seen: {reason}"
+    assert line == f"isotype: no training step was recorded: {reason}"
 
 
 def test_an_interrupt_ends_with_130(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +145,7 @@ def test_an_error_of_another_kind_is_shown_and_not_explained(
     assert err.startswith(f'Traceback (most recent call last):\n  File "{script}", line 4, in <module>\n')
     _, traceback, after = _around(err)
     assert traceback.endswith("KeyError: 'absent'")
-    assert after.startswith("isotype: no training step was seen: KeyError at ")
+    assert after.startswith("isotype: no training step was recorded: KeyError at ")
     assert after.endswith("/failing.py:2 ended the script first\n")
 
 
@@ -218,7 +220,7 @@ def test_a_healthy_raw_loop_is_watched_in_a_line(capsys: pytest.CaptureFixture[s
     assert status == 0
     assert out.count("loss") == 3
     assert "error[" not in err
-    assert "isotype: the model returns no loss: the loss that the script computes was not traced\n" in err
+    assert "isotype: the model returns no loss, so the loss that the script computes was not traced\n" in err
     last = err.rpartition("isotype: ")[2]  # wrapped at the width that the test sets
     assert last.startswith("step 1 watched: ")
     assert "operators" in last
@@ -377,7 +379,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
         (
             "",
             "loss = mse_loss(model(x), y); loss.backward(); optimizer.zero_grad(); optimizer.step()",
-            "IST307]: the optimizer's step finds no gradient of 4 of 4 trainable parameters",
+            "IST307]: the optimizer's step gets no gradient of 4 of 4 trainable parameters",
             "zero_grad() or `grad = None` runs between",
         ),
         (
@@ -397,7 +399,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
             _PLAIN_STEP.replace("optimizer.zero", "model[0].requires_grad_(False); optimizer.zero")
             + "; model.requires_grad_(True)",
             "IST307]: 2 parameters get no gradient: frozen before the backward",
-            "loop.py:11 sets requires_grad of 0.weight and others to False after the forward has used them",
+            "the code at loop.py:11 sets requires_grad of 0.weight and others to False after the forward has used them",
         ),
         ("", f"model[0].requires_grad_(False); {_PLAIN_STEP}", "", ""),
         ("", _PLAIN_STEP.replace("optimizer.step", "model[0].requires_grad_(False); optimizer.step"), "", ""),
@@ -457,14 +459,14 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
             "",
             "out = model(x); loss = mse_loss(out, y) + torch.mean(torch.tensor([out.norm(), out.std()])) * 1000\n"
             "    optimizer.zero_grad(); (loss / 2).backward(); optimizer.step()",
-            "IST307]: a term of the loss has no gradient: it changes the printed loss, but trains nothing",
+            "IST307]: a term of the loss has no gradient: it changes the value of the loss, but trains nothing",
             "the term's value is detached at loop.py:11, and added to the loss at loop.py:11",
         ),
         (
             "",
             "out = model(x); extra = out.norm().detach().item()\n"
             "    loss = mse_loss(out, y) + 0.05 * extra; optimizer.zero_grad(); loss.backward(); optimizer.step()",
-            "IST307]: a term of the loss has no gradient: it changes the printed loss, but trains nothing",
+            "IST307]: a term of the loss has no gradient: it changes the value of the loss, but trains nothing",
             "the term's value is detached at loop.py:11, and added to the loss at loop.py:12",
         ),
         (
@@ -702,7 +704,7 @@ def test_a_script_without_an_optimizer_accumulates_no_gradients(
         (
             "",
             _SCALED_STEP.replace("scaler.step", "optimizer.zero_grad(); scaler.step"),
-            "IST307]: the optimizer's step finds no gradient of 4 of 4 trainable parameters",
+            "IST307]: the optimizer's step gets no gradient of 4 of 4 trainable parameters",
             "zero_grad() or `grad = None` runs between",
         ),
     ],
@@ -775,7 +777,7 @@ def test_code_for_a_gpu_runs_on_the_cpu_if_the_device_is_named(
     before = torch.cuda.is_available, torch.load, torch.get_autocast_dtype("cpu")
     status, out, err = _run(capsys, "--device", device, str(script))
     assert (status, out.splitlines()[-1]) == (0, f"torch.{dtype}")
-    note = "this machine has no NVIDIA T4: the script's GPU code runs on the CPU"
+    note = "this machine has no NVIDIA T4, so the script's GPU code runs on the CPU"
     assert (note in " ".join(err.split())) == sentence
     assert (torch.cuda.is_available, torch.load, torch.get_autocast_dtype("cpu")) == before
 
@@ -786,18 +788,18 @@ def test_code_for_a_gpu_runs_on_the_cpu_if_the_device_is_named(
         (
             "model = torch.nn.Linear(4, 4).to('cuda')",
             1,
-            "loop.py:2 needs a GPU, and this machine has none; with",
+            "loop.py:2 needs a GPU, but this machine has none; with",
         ),
         (
             # Without the check, a build for CUDA answers with its device on a machine without one, too.
             "device = torch.accelerator.current_accelerator(check_available=True).type",
             1,
-            "loop.py:2 needs a GPU, and this machine has none; with",
+            "loop.py:2 needs a GPU, but this machine has none; with",
         ),
         (
             "assert torch.cuda.is_available(), 'not here'",
             1,
-            "loop.py:2 needs a GPU, and this machine has none; with",
+            "loop.py:2 needs a GPU, but this machine has none; with",
         ),
         (
             "if not torch.cuda.is_available(): raise SystemExit(2)",
@@ -1065,7 +1067,7 @@ def test_a_gradscaler_that_refuses_is_explained(
     before, traceback, after = _around(err)
     assert ("error[IST301]" in before) is (not look)
     assert traceback.endswith("ValueError: Attempting to unscale FP16 gradients.")
-    assert "error[IST301]: GradScaler refuses the float16 gradients" in after
+    assert "error[IST301]: GradScaler does not accept the float16 gradients" in after
     assert "inward is float16" in after
 
 
@@ -1213,7 +1215,7 @@ def test_packed_rows_that_see_each_other_are_named_before_the_first_step(
     status, _, err = _run(capsys, *_script("packed_loop"))
     assert status == 0
     assert "error[IST901]: the sequences of a packed row attend to each other" in err
-    assert "leave attention_mask out of the batch" in err
+    assert "remove attention_mask from the batch" in err
 
 
 def test_peft_s_own_experts_are_said_to_form_their_deltas(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1243,4 +1245,4 @@ def test_an_error_before_the_first_step_is_explained(
     assert status == 1
     assert "isotype: this set-up cannot train:\n  --> " in err
     assert "   = cause  2 parameters are on the meta device, without values (first: weight)" in err
-    assert "no training step was seen" not in err
+    assert "no training step was recorded" not in err

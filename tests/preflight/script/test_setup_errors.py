@@ -256,9 +256,9 @@ def test_errors_of_libraries(message: str, word: str) -> None:
 @pytest.mark.parametrize(
     ("argument", "how"),
     [
-        ("evaluation_strategy", "write eval_strategy in its place"),
-        ("logging_dir", "leave the argument out and set the environment variable TENSORBOARD_LOGGING_DIR"),
-        ("ray_scope", "leave the argument out"),
+        ("evaluation_strategy", "write eval_strategy instead"),
+        ("logging_dir", "omit the argument and set the environment variable TENSORBOARD_LOGGING_DIR"),
+        ("ray_scope", "omit the argument"),
     ],
 )
 def test_an_argument_that_the_installed_version_does_not_have(argument: str, how: str) -> None:
@@ -318,7 +318,7 @@ def test_a_misspelt_argument() -> None:
     }
     for name, act in acts.items():
         _, how = _explanation(act) or ("", "")
-        assert how.startswith(f"write {name} in its place, or")
+        assert how.startswith(f"write {name} instead, or")
 
 
 def test_an_argument_that_moved_to_the_config_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,13 +340,13 @@ def test_an_argument_that_moved_to_the_config_of_the_trainer(monkeypatch: pytest
     for name, moved in (("beta", "beta"), ("max_seq_length", "max_length")):
         cause, how = _explanation(lambda model, name=name: called(**{name: 1})) or ("", "")
         assert cause == f"StepTrainer of trl {version('trl')} has no argument {name}"
-        assert how.startswith(f"give {moved} to StepConfig, which the trainer gets as args, or install")
+        assert how.startswith(f"pass {moved} to StepConfig, which the trainer gets as args, or install")
 
 
 @pytest.mark.parametrize(
     ("importer", "code", "absent", "how"),
     [
-        ("__main__", "from peft import prepare_model_for_int8_training", "prepare_model_for_int8_training", "import prepare_model_for_kbit_training in its place, or install the version of peft for which"),
+        ("__main__", "from peft import prepare_model_for_int8_training", "prepare_model_for_int8_training", "import prepare_model_for_kbit_training instead, or install the version of peft for which"),
         ("__main__", "from peft import an_old_name", "an_old_name", "install the version of peft for which the script was written"),
         ("__main__", "from peft import BitsAndBytesConfig", "BitsAndBytesConfig", "import it from transformers, or install the version of peft for which"),
         ("__main__", "import peft.an_old_module", "an_old_module", "install the version of peft for which the script was written"),
@@ -383,9 +383,7 @@ def test_a_device_without_cuda_is_named_by_pytorchs_word(monkeypatch: pytest.Mon
     gpu = MissingGpu(device_profile("mps"))
     monkeypatch.setattr(gpu, "_absent", True)
     sentence = gpu.explained(AssertionError("Torch not compiled with CUDA enabled"))
-    assert sentence.endswith(
-        "asks for the device cuda, which Apple GPU does not have: write 'mps' in its place"
-    )
+    assert sentence.endswith("asks for the device cuda, which Apple GPU does not have: write 'mps' instead")
 
 
 @pytest.mark.parametrize("device", ["mps", torch.device("mps")])

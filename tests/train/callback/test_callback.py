@@ -148,7 +148,7 @@ def test_values_that_were_rounded_by_the_load_are_refused(
         "  - all trainable parameters have values that bfloat16 represents exactly\n"
         "    expected  the saved float32 values\n"
         "    fix       call isotype.enforce(trainer, isotype.PrecisionPolicy.read(checkpoint)) before "
-        "trainer.train(resume_from_checkpoint=checkpoint): the values are then loaded into float32 parameters"
+        "trainer.train(resume_from_checkpoint=checkpoint), so that the values are loaded into float32 parameters"
     )
 
 
@@ -345,8 +345,8 @@ def test_float16_without_a_grad_scaler_is_an_error_with_a_cure(path: Path, tmp_p
         "the trainer and the policy disagree about loss scaling\n"
         "  - no GradScaler with compute dtype float16\n"
         "    expected  a GradScaler if the compute dtype is float16, and none otherwise\n"
-        "    fix       build the trainer with fp16=True, and before trainer.train() call isotype.enforce(trainer, "
-        'isotype.resolve_precision(trainer.model, dtype="float16")) (on a CPU, accelerate makes no GradScaler by itself)'
+        "    fix       create the trainer with fp16=True, and before trainer.train() call isotype.enforce(trainer, "
+        'isotype.resolve_precision(trainer.model, dtype="float16")) (on a CPU, accelerate creates no GradScaler by itself)'
     )
     cured = float16_script(path, tmp_path, max_steps=2, per_device_train_batch_size=20, save_strategy="no")
     isotype.enforce(cured, float16_policy(cured))
@@ -394,7 +394,7 @@ def test_a_grad_scaler_too_many_is_an_error(path: Path, tmp_path: Path):
         "the trainer and the policy disagree about loss scaling\n"
         "  - a GradScaler with compute dtype bfloat16\n"
         "    expected  a GradScaler if the compute dtype is float16, and none otherwise\n"
-        "    fix       build the trainer with fp16=False"
+        "    fix       create the trainer with fp16=False"
     )
 
 
@@ -413,7 +413,7 @@ def test_optimizer_state_in_bfloat16_is_found_and_cast():
         "6 optimizer tensors are not in float32\n"
         "  - parameter of a parameter of shape (3, 4) is bfloat16\n"
         "    expected  float32, the policy's master dtype\n"
-        "    fix       build the optimizer after isotype.enforce(model, policy)"
+        "    fix       create the optimizer after isotype.enforce(model, policy)"
     )
     for parameter in layer.parameters():
         parameter.data = parameter.data.float()

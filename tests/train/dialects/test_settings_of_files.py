@@ -194,7 +194,7 @@ def test_every_reason_is_said_at_once(folder: Path) -> None:
         "adamw_bnb_8bit, adamw_8bit, ademamix_8bit, lion_8bit, lion_32bit, paged_adamw_32bit, paged_adamw_8bit, "
         "paged_ademamix_32bit, paged_ademamix_8bit, paged_lion_32bit, paged_lion_8bit, rmsprop, rmsprop_bnb, rmsprop_bnb_8bit, "
         "rmsprop_bnb_32bit, adamw_hf, ao_adamw_4bit, ao_adamw_8bit\n"
-        "    fix       choose one of these: isotype has no other\n"
+        "    fix       choose one of these values, because isotype has no other\n"
         "  - qat: {'weight_dtype': 'int4'}\n"
         "    expected  weights and matmuls in the dtypes of isotype's policy\n"
         "    fix       remove it from the file to train without it\n"

@@ -30,11 +30,11 @@ BUILD_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-"""Exceptions that a model class may raise for a config that does not fit it."""
+"""Exceptions that a model class may raise for a config that does not fit the class."""
 
 
 def read_config(directory: Path) -> Any:
-    """Return a directory's transformers config without running code of the directory; raise CheckpointError if invalid."""
+    """Return the transformers config of a directory. Raise CheckpointError if it is invalid. No code of the directory is run."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers import __version__ as version
@@ -45,9 +45,9 @@ def read_config(directory: Path) -> Any:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING, n=3)
         if not model_type:
-            fix = "add the model_type, or give the directory that save_pretrained() wrote"
+            fix = "add the model_type, or pass the directory that save_pretrained() wrote"
         elif "auto_map" in content:
-            fix = "isotype runs no code of a checkpoint: load the model yourself, and give the nn.Module"
+            fix = "isotype runs no code of a checkpoint, so load the model yourself and pass the nn.Module"
         elif near:
             fix = f"did you mean {' or '.join(near)}? Or update transformers"
         else:
@@ -93,7 +93,7 @@ _GENERATION = (
 
 
 def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) -> Iterator[Problem]:
-    """Yield a problem for each entry that is invalid, makes transformers run code, or is named like a method of `kind`."""
+    """Yield a problem for each entry that is invalid, makes transformers run code, or has the name of a method of `kind`."""
     yield from entry_problems(content, _ENTRIES, path)
     for value in content.values():
         if isinstance(value, dict):
@@ -101,8 +101,8 @@ def _problems(content: Mapping[str, Any], path: Path, kind: type | None = None) 
     for key in content:
         if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(content[key]):
             what = f"{path}: {key} is {content[key]!r:.80}"
-            expected = "an implementation in transformers: code from the hub is not run"
-            yield Problem(what, expected, "leave it out")
+            expected = "an implementation in transformers, because code from the hub is not run"
+            yield Problem(what, expected, "omit it")
         if kind is not None and not key.startswith("__") and callable(getattr(kind, key, None)):
             yield Problem(f"{path}: {key} hides a method of {kind.__name__}", "entries of a config", AGAIN)
 
@@ -124,7 +124,8 @@ def _generation_problems(directory: Path) -> Iterator[Problem]:
 def build_on_meta(config: Any, source: str) -> nn.Module:
     """Build the config's model on the meta device (0.1 s for 70B parameters), or raise CheckpointError.
 
-    Only a built model has the names of parameters that stay in float32: transformers collects them in `post_init`.
+    The model is built because only a built model knows the names of parameters that stay in float32. transformers
+    collects these names in `post_init`.
     """
     cls = concrete_class(config, source=source)
     with building(cls, source), torch.device("meta"):
@@ -134,7 +135,7 @@ def build_on_meta(config: Any, source: str) -> nn.Module:
 
 
 def names_in_other_classes(model: Any) -> frozenset[str]:
-    """Return the tensor names, without prefix, of all transformers classes that accept the model's config."""
+    """Return the tensor names, without prefix, of all transformers classes that accept the config of the model."""
     from transformers import PreTrainedModel
 
     bases = {cls.__module__ for cls in type(model).__mro__}
@@ -160,7 +161,7 @@ def without_prefix(model: Any, name: str) -> str:
 
 @contextmanager
 def building(cls: type, source: str = "") -> Iterator[None]:
-    """In this context, a model of class `cls` is built without initial values; failures become CheckpointErrors."""
+    """In this context, a model of class `cls` is built without initial values. Failures become CheckpointErrors."""
     modules = itertools.count(1)
 
     def count_module(*_: Any) -> None:
@@ -179,18 +180,18 @@ def building(cls: type, source: str = "") -> Iterator[None]:
         what = f"{source}: {what}" if source else what
         if "attention implementation" in what or "FlashAttention" in what:
             headline = "the attention implementation cannot be used"
-            expected = "one that the class supports"
+            expected = "an implementation that the class supports"
             raise CheckpointError.of(headline, what, expected, "--attn_implementation eager") from error
         headline = "the config does not fit its model class"
-        expected = "a config that the class can be built from"
-        fix = "take the config.json and the transformers version that the checkpoint was published with"
+        expected = "a config from which the class can be built"
+        fix = "use the config.json and the transformers version with which the checkpoint was published"
         raise CheckpointError.of(headline, what, expected, fix) from error
     finally:
         counting.remove()
 
 
 def concrete_class(config: Any, wanted: type | None = None, source: str = "") -> Any:
-    """Return `wanted` or, for None and auto classes, the config's class. Raise CheckpointError if the config has no class."""
+    """Return `wanted`. For None and for auto classes, return the class of the config. Raise CheckpointError if the config has no class."""
     if wanted is not None and mapping_of(wanted) is None:
         return wanted
     cls = model_class(config, wanted)
@@ -198,12 +199,12 @@ def concrete_class(config: Any, wanted: type | None = None, source: str = "") ->
         return cls
     what = f"{source or type(config).__name__}: model_type {config.model_type!r} with architectures {config.architectures}"
     expected = f"a class of {getattr(wanted, '__name__', 'transformers')}"
-    fix = "give a checkpoint for which transformers has a model class, or model_class= in Python"
+    fix = "use a checkpoint for which transformers has a model class, or pass model_class= in Python"
     raise CheckpointError.of("no model class for this checkpoint", what, expected, fix)
 
 
 def model_class(config: Any, auto_class: Any = None) -> Any:
-    """Return a config's model class, from `auto_class` or from the config's `architectures` and type; None if unknown."""
+    """Return the model class of a config, from `auto_class` or from the config's `architectures` and type; None if unknown."""
     import transformers
 
     heads = ("FOR_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_MASKED_LM")
@@ -234,7 +235,7 @@ def config_dtype(config: Any) -> torch.dtype | None:
 
 
 def torch_dtype(value: Any, what: str) -> torch.dtype | None:
-    """Return the torch dtype with this name; None for None. `what` names the config's entry in the error."""
+    """Return the torch dtype with this name; None for None. In the error, `what` names the entry of the config."""
     if value is None or isinstance(value, torch.dtype):
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)
@@ -245,7 +246,7 @@ def torch_dtype(value: Any, what: str) -> torch.dtype | None:
 
 
 def gguf_config(headers: CheckpointHeaders) -> Any:
-    """Return the config of a GGUF file; raise CheckpointError if transformers cannot read its architecture."""
+    """Return the config of a GGUF file. Raise CheckpointError if transformers cannot read its architecture."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, integrations
 
@@ -293,7 +294,7 @@ _ADAPTER_ENTRIES = (
     Entry(r".*(seed|key|step|warmup|tinit|tfinal).*", None, low=-(2**63), high=2**63),
     Entry(r".*", None, low=-1e9, high=1e7),
 )
-"""The valid values of a config's fields. The first pattern that matches a field's name applies."""
+"""The valid values of the fields of a config. The first pattern that matches the name of a field applies."""
 _EXPRESSIONS = (
     "target_modules", "exclude_modules", "feedforward_modules", "layers_pattern", "modules_to_save",
 )  # fmt: skip
@@ -301,7 +302,7 @@ _COUNTED = re.compile(r"num_batches_tracked|indices|index|mask|seed|size|positio
 
 
 def read_adapter_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any:
-    """Return a directory's `PeftConfig`; raise one CheckpointError with all problems of the config and the tensors."""
+    """Return the `PeftConfig` of a directory. Raise one CheckpointError with all problems of the config and the tensors."""
     from peft import PeftConfig, PeftType
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -316,8 +317,10 @@ def read_adapter_config(directory: Path, tensors: Sequence[TensorHeader]) -> Any
     problems = [*_field_problems(content, path, PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)])]
     if content.get("megatron_config"):  # PEFT would import the module that megatron_core names
         what = f"{path}: megatron_config, with the module {content.get('megatron_core')!r:.80}"
-        expected = "an adapter for transformers' layers: isotype does not import modules that a file names"
-        problems.append(Problem(what, expected, "leave it out"))
+        expected = (
+            "an adapter for transformers' layers, because isotype does not import modules that a file names"
+        )
+        problems.append(Problem(what, expected, "omit it"))
     if not problems:
         names = {base_name(tensor.name).rpartition(".")[0] for tensor in tensors}
         expressions = {
@@ -377,7 +380,9 @@ def _tensor_problems(
         other = shapes.get(re.sub("lora(_embedding)?_A", r"lora\1_B", name), ())
         if "_A" in name and len(shape) == len(other) == 2 and shape[0] != other[1]:
             what = f"{file}: {base_name(name)} has the shape {list(shape)}, and its B has {list(other)}"
-            yield Problem(what, f"B with one column per row of A: {shape[0]}", "save the adapter again")
+            yield Problem(
+                what, f"a B with one column for each row of A: {shape[0]}", "save the adapter again"
+            )
     widest = max((side for shape in shapes.values() for side in shape), default=0)
     for name in ("r", "init_r", "rank_pattern"):
         if any(number > widest for number in numbers_in(content.get(name))):

@@ -67,7 +67,7 @@ class _Reader:
         return text.decode("utf-8"), at + 8 + length
 
     def _value(self, key: str, kind: int, at: int) -> int:
-        """Store a value unless it is an array; return the offset after the value."""
+        """Read a value, and store it unless it is an array. Return the offset after the value."""
         if kind in _SCALARS:
             form = f"<{_SCALARS[kind]}"
             (self.metadata[key],) = struct.unpack_from(form, self.data, at)
@@ -123,7 +123,7 @@ def _parse(reader: _Reader) -> tuple[tuple[TensorHeader, ...], Mapping[str, obje
 
 
 def without_vocabulary(path: Path, tensors: Sequence[TensorHeader]) -> bytes:
-    """Return a small GGUF file as bytes: the tensor names and the metadata of `path`, but not its vocabulary."""
+    """Return a small GGUF file as bytes. It has the tensor names and the metadata of `path`, but no vocabulary."""
     entries: list[bytes] = []
     vocabulary = 0
     with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -1,4 +1,4 @@
-"""Reads names, dtypes, shapes and sizes of a checkpoint's tensors from its headers, without reading a weight.
+"""Reads names, dtypes, shapes and sizes of the tensors in a checkpoint from headers. No weight is read.
 
 The formats are safetensors (https://github.com/huggingface/safetensors#format), `torch.save` and GGUF. Safetensors and
 torch files may be shards with an index.
@@ -41,7 +41,7 @@ class CheckpointHeaders:
 
     Attributes:
         kind: `"model"` or `"adapter"` (PEFT's adapter_model.safetensors).
-        metadata: the file's metadata; for a GGUF file, only its scalars and strings.
+        metadata: the metadata of the file. For a GGUF file, only its scalars and strings.
         quantization: the settings that `quantization_beside` returns.
     """
 
@@ -59,16 +59,18 @@ class CheckpointHeaders:
 
 
 def read_headers(path: str | Path) -> CheckpointHeaders:
-    """Read the headers of a checkpoint: a directory, a .safetensors, .gguf or torch file, or an index and its shards."""
+    """Read the headers of a checkpoint, which is a directory, a .safetensors, .gguf or torch file, or an index and its shards."""
     path = Path(path)
     headers = _read_headers(path, *_file_of(path))
     return headers if headers.format == "gguf" else replace(headers, quantization=quantization_beside(path))
 
 
 def quantization_beside(weights: Path) -> Mapping[str, Any]:
-    """Return the quantization settings in config.json or modelopt's hf_quant_config.json, or an empty mapping.
+    """Return the quantization settings in config.json or modelopt's hf_quant_config.json; an empty mapping without
+    them.
 
-    For a config with a float8 dtype but no quantization, returns the `quant_method` `cast`: weights cast to float8.
+    If a config has a float8 dtype but no quantization, the `quant_method` is `cast`, because the weights were cast to
+    float8.
     """
     directory = weights if weights.is_dir() else weights.parent
     file = directory / "config.json"
@@ -105,19 +107,19 @@ def _read_headers(path: Path, file: Path, kind: Kind) -> CheckpointHeaders:
     if file.suffix != ".safetensors" and file.exists():
         endings = f".safetensors, .gguf, .bin, .pt, {' or '.join(_INDEX_SUFFIXES)}"
         expected = f"a directory, or a file ending in {endings}"
-        fix = "give the directory or file that holds the weights"
+        fix = "pass the directory or file that contains the weights"
         raise CheckpointError.of("not a checkpoint", f"the file {file}", expected, fix)
     tensors, metadata = read_safetensors(file)
     return CheckpointHeaders(path, "safetensors", kind, by_name(tensors), metadata)
 
 
 def read_file_headers(file: Path) -> tuple[TensorHeader, ...]:
-    """Return the tensors of one .safetensors or torch file; raise CheckpointError if the file is damaged."""
+    """Return the tensors of one .safetensors or torch file. Raise CheckpointError if the file is damaged."""
     return read_torch_header(file) if file.name.endswith(_TORCH_SUFFIXES) else read_safetensors(file)[0]
 
 
 def headers_of_files(source: str, files: Sequence[str]) -> CheckpointHeaders:
-    """Return the headers of a model's .safetensors or torch files. Errors name the model `source`."""
+    """Return the headers of a model's .safetensors or torch files. Error messages call the model `source`."""
     tensors = tuple(tensor for file in files for tensor in read_file_headers(Path(file)))
     form: Format = "torch" if str(files[0]).endswith(".bin") else "safetensors"
     return CheckpointHeaders(Path(source), form, "model", tensors, {}, quantization_beside(Path(files[0])))
@@ -134,7 +136,9 @@ def _file_of(path: Path) -> tuple[Path, Kind]:
         return weights
     what = f"the directory {path} holds {contents(path)}"
     expected = f"one of {', '.join(name for name, _ in _LAYOUTS)} or a .gguf file"
-    raise CheckpointError.of("not a checkpoint", what, expected, "give the directory that holds the weights")
+    raise CheckpointError.of(
+        "not a checkpoint", what, expected, "pass the directory that contains the weights"
+    )
 
 
 def find_weights(directory: Path) -> tuple[Path, Kind] | None:
@@ -152,7 +156,7 @@ def find_weights(directory: Path) -> tuple[Path, Kind] | None:
     if stray:
         headline = "it is unknown which safetensors files belong to the model"
         expected = "model.safetensors, or shards listed in model.safetensors.index.json"
-        fix = "copy the index along with the shards, or rename a single file to model.safetensors"
+        fix = "copy the index together with the shards, or rename a single file to model.safetensors"
         raise CheckpointError.of(headline, f"the directory {directory} holds {_listed(stray)}", expected, fix)
     files = (file for file in directory.iterdir() if file.name.endswith(_TORCH_SUFFIXES))
     begins = ("pytorch_model", "adapter_model", "model")
@@ -177,7 +181,7 @@ def _refuse_pickle(files: Sequence[Path]) -> CheckpointError:
             "it is unknown which files belong to the model",
             what,
             "model.safetensors or pytorch_model.bin, in one file or as shards with an index",
-            "copy the index along with the shards, or give the path of a single file",
+            "copy the index together with the shards, or pass the path of a single file",
         )
     # The command reads only tensors: with weights_only, torch runs no code.
     fix = (
@@ -185,7 +189,7 @@ def _refuse_pickle(files: Sequence[Path]) -> CheckpointError:
         "save_file({k: v.contiguous() for k, v in torch.load('adapter_model.bin', weights_only=True).items()}, "
         "'adapter_model.safetensors')\""
     )
-    expected = "safetensors: reading a pickle runs the code that its author put into it"
+    expected = "safetensors, because reading a pickle runs the code that its author put into it"
     return CheckpointError.of("the weights are pickled", what, expected, fix)
 
 
@@ -195,7 +199,7 @@ _LONGEST = 255  # bytes of a file name
 
 
 def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping[str, object]]:
-    """Return the tensors of all shards and the index's metadata; raise one CheckpointError with all problems."""
+    """Return the tensors of all shards and the metadata of the index. Raise one CheckpointError with all problems."""
     weight_map, metadata = _read_index(index)
     expected: dict[str, set[str]] = defaultdict(set)
     for name, shard in weight_map.items():
@@ -209,7 +213,9 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
         if not exists:
             wanted = f"{len(names)} tensors ({listed(sorted(names), 1)})" if len(names) > 1 else listed(names)
             missing = f"{shard} is missing; {index.name} expects {wanted} in it"
-            problems.append(Problem(missing, f"the file {file}", "download or copy it into the directory"))
+            problems.append(
+                Problem(missing, f"the file {file}", "download the shard, or copy it into the directory")
+            )
             continue
         try:
             in_shard = read_file_headers(file)
@@ -229,7 +235,7 @@ def read_sharded_headers(index: Path) -> tuple[tuple[TensorHeader, ...], Mapping
 
 
 def _fetched(files: Sequence[Path]) -> Iterator[bool]:
-    """Yield for each file whether it exists. Threads read the headers ahead, because network storage is slow."""
+    """Yield True or False for each file: whether the file exists. Threads read the headers ahead, because network storage is slow."""
 
     def fetch(file: Path) -> bool:
         if not file.is_file():
@@ -243,7 +249,7 @@ def _fetched(files: Sequence[Path]) -> Iterator[bool]:
 
 
 def missing_shards(index: Path) -> list[str]:
-    """Return the shards of an index that its directory lacks; raise CheckpointError if the index is damaged."""
+    """Return the shards of an index that its directory lacks. Raise CheckpointError if the index is damaged."""
     shards = set(_read_index(index)[0].values())
     return sorted(shard for shard in shards if not (index.parent / shard).is_file())
 
@@ -254,7 +260,7 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
     content = file.parsed(index.read_bytes())
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise file.broken("no weight_map", "a weight_map that gives the shard of every tensor")
+        raise file.broken("no weight_map", "a weight_map that maps every tensor to a shard")
     file.limit_tensors(len(weight_map))
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not _is_file_name(shard) or not printable(name):
@@ -262,13 +268,13 @@ def _read_index(index: Path) -> tuple[dict[str, str], Mapping[str, object]]:
             raise file.broken(shard_of, "the name of a file in the same directory")
     metadata = content.get("metadata")
     if not isinstance(metadata, dict):
-        fix = 'add "metadata": {} to the index: transformers loads no checkpoint without this entry'
+        fix = 'add "metadata": {} to the index, because transformers loads no checkpoint without this entry'
         raise file.broken("no metadata", "an object named metadata, which may be empty", fix)
     return weight_map, metadata
 
 
 @functools.lru_cache(maxsize=64)
 def _is_file_name(shard: str) -> bool:
-    """Return True for a file name without folders: an index must not name files outside of its directory."""
+    """Return True for a file name without folders, because an index must not name files outside of its directory."""
     plain = printable(shard) and "\0" not in shard and Path(shard).name == shard != ".."
     return bool(shard) and plain and len(shard.encode()) <= _LONGEST

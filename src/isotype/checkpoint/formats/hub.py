@@ -15,7 +15,7 @@ _OF_A_MODEL = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def hub_config(model_id: str, revision: str | None = None) -> Any:
-    """Return the transformers config of a hub id; raise CheckpointError if the config cannot be read."""
+    """Return the transformers config of a hub id. Raise CheckpointError if the config cannot be read."""
     from transformers import AutoConfig
 
     at = f" at revision {revision}" if revision else ""
@@ -29,7 +29,7 @@ def hub_config(model_id: str, revision: str | None = None) -> Any:
 
 @contextmanager
 def _hub_errors(headline: str, what: str, expected: str) -> Iterator[None]:
-    """Turn an error of the hub into a CheckpointError with these texts and the error's reason."""
+    """Turn an error of the hub into a CheckpointError with these texts and the reason in the error."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError, StrictDataclassError
 
@@ -42,7 +42,7 @@ def _hub_errors(headline: str, what: str, expected: str) -> Iterator[None]:
         raise CheckpointError.of(headline, f"{what}: {why or first_line(error)}", expected, fix) from error
 
 
-_OF_HUB = "check the spelling; for a private or gated model log in with `hf auth login`"
+_OF_HUB = "check the spelling; for a private or gated model, log in with `hf auth login`"
 _WITHOUT_HUB = (
     "connect to the network, so that isotype can search the hub, or give a local directory; "
     "HF_HUB_OFFLINE=1 uses the local cache without a wait"
@@ -99,7 +99,7 @@ def remote_headers(model_id: str, revision: str | None = None) -> CheckpointHead
             repository = get_safetensors_metadata(model_id, revision=revision)
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         what, expected = f"hub id {model_id}: {error}", "weights in safetensors"
-        fix = "give a revision of the model that has safetensors, or convert the model; pickled weights are not read"
+        fix = "use a revision of the model that has safetensors, or convert the model; pickled weights are not read"
         raise CheckpointError.of("no readable safetensors on the hub", what, expected, fix) from error
     except (OSError, HTTPError) as error:
         return f"the headers on the hub could not be read ({why or error})"

@@ -19,7 +19,7 @@ AGAIN = "correct the file, or copy or download it again"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raise CheckpointError if the file contains anything else."""
+    """Return the JSON object in a file. Raise CheckpointError if the file contains anything else."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -35,9 +35,9 @@ class Entry(NamedTuple):
 
     Attributes:
         names: a regular expression for the full name of an entry.
-        kind: type annotation of the value; if None, the caller of `entry_problems` passes it in `kinds`.
-        expected: the type in words; if "", the words are derived from `kind`.
-        low, high: smallest and largest valid number. If the value is a list, this applies to its numbers.
+        kind: type annotation of the value. If it is None, the caller of `entry_problems` passes it in `kinds`.
+        expected: description of the type. If it is "", the description is derived from `kind`.
+        low, high: smallest and largest valid number. If the value is a list, `low` and `high` apply to the numbers in the list.
     """
 
     names: str
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 def entry_problems(
     content: Mapping[str, Any], entries: Sequence[Entry], path: Path, kinds: Mapping[str, Any] | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem for each value that the first `Entry` for its key forbids. `kinds[name]` replaces `kind=None`."""
+    """Yield a problem for each value that contradicts the first `Entry` for its key. `kinds[name]` replaces `kind=None`."""
     for key, value in content.items():
         entry = next((entry for entry in entries if re.fullmatch(entry.names, key)), Entry(key))
         fits, words = _rule((kinds or {})[key] if entry.kind is None else entry.kind)
@@ -78,7 +78,7 @@ _PLAIN = {bool: "true or false", str: "text", types.NoneType: "null", dict: "an 
 
 @functools.cache
 def _rule(kind: Any) -> tuple[Callable[[Any], bool], str]:
-    """Return (function that checks if a JSON value has the type `kind`, the type in words)."""
+    """Return (function that returns True if a JSON value has the type `kind`, description of the type)."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         # In a union of str and an enumeration, the text must be a value of the enumeration.

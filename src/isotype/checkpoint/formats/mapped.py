@@ -26,7 +26,7 @@ _DONE: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 
 class MappedFiles:
-    """The files of a checkpoint, mapped until their last tensor is freed. Writing into a tensor changes no file."""
+    """The files of a checkpoint. They are mapped until the last of their tensors is freed. Writing into such a tensor changes no file."""
 
     def __init__(self) -> None:
         self._storages: dict[Path, Any] = {}
@@ -46,7 +46,7 @@ class MappedFiles:
         self._advise(headers, _AHEAD)
 
     def release(self, headers: Iterable[TensorHeader]) -> None:
-        """Free the memory of these tensors. The next use reads a tensor from its file again; changed values are lost."""
+        """Free the memory of these tensors. At the next use, a tensor is read from its file again. Changed values are lost."""
         self._advise(headers, _DONE)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -91,7 +91,7 @@ def _madvise() -> Any:
 logger = logging.getLogger("isotype")
 
 BUFFER = 256 << 20
-"""Bytes of each of the two buffers; larger tensors are read from mapped files."""
+"""Bytes of each of the two buffers. Larger tensors are read from mapped files."""
 
 _ALIGNED = 64  # alignment of tensors in a buffer, in bytes
 _LARGEST_READ = 1 << 30  # bytes; one read of Linux returns less than 2 GiB
@@ -101,7 +101,7 @@ Work = TypeVar("Work")
 
 @dataclass
 class StagedTensors:
-    """Tensors in a buffer; they are valid until the generator `staged` resumes."""
+    """Tensors in a buffer. They are valid until the generator `staged` resumes."""
 
     buffer: torch.Tensor
     at: dict[TensorHeader, int] = field(default_factory=dict)
@@ -122,12 +122,13 @@ Tensors = MappedFiles | StagedTensors
 def staged(
     work: Sequence[tuple[Work, Sequence[TensorHeader]]], size: int = BUFFER
 ) -> Generator[tuple[Work, StagedTensors | None], None, None]:
-    """Yield (item, buffer with its tensors) in the order of `work`; (item, None) if the caller must read the tensors.
+    """Yield (item, buffer with its tensors) in the order of `work`, or (item, None) if the caller must read the
+    tensors.
 
     Tensors are valid until the generator resumes. Closing the generator ends its thread, which reads ahead.
 
     Args:
-        work: (item, headers of its tensors). The caller must read the tensors if a header has no offset, or if the
+        work: pairs (item, headers of its tensors). The caller must read the tensors if a header has no offset, or if the
             tensors need more than `size` bytes.
     """
     groups = list(_groups(work, size))
@@ -207,7 +208,7 @@ def _read(file: FileIO, header: TensorHeader, into: memoryview) -> None:
 
 
 def _buffer(size: int) -> torch.Tensor:
-    """Return a buffer in pinned memory; if that fails, log a warning and use other memory."""
+    """Return a buffer in pinned memory. If that fails, log a warning and use other memory."""
     size += 1  # `Filler.place` would keep a tensor that fills the whole buffer, without a copy
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -1,6 +1,7 @@
 """Reads the header of one safetensors file (https://github.com/huggingface/safetensors#format).
 
-The library safetensors is not used: it stops at the first problem, and its errors name neither tensor nor bytes.
+The library safetensors is not used, because it stops at the first problem, and its errors name neither tensor nor
+bytes.
 """
 
 import functools
@@ -19,10 +20,10 @@ _SIGNATURES = (
     (b"version https://git-lfs", "it is a Git LFS pointer: run git lfs pull"),
     (
         b"\x80",
-        "it is a Python pickle, which may run code when it is read: take the checkpoint in safetensors",
+        "it is a Python pickle, which may run code when it is read: use the checkpoint in safetensors",
     ),
-    (b"GGUF", "it is a GGUF file: give it a name that ends in .gguf"),
-    (b"PK\x03\x04", "it is a PyTorch file: give it a name that ends in .bin"),
+    (b"GGUF", "it is a GGUF file: rename it to a name that ends in .gguf"),
+    (b"PK\x03\x04", "it is a PyTorch file: rename it to a name that ends in .bin"),
     (b"<", "it is an HTML or XML page, not the file itself: download it again"),
 )
 
@@ -93,7 +94,7 @@ def _tensor_or_problem(name: str, entry: object, path: Path, start: int) -> Tens
 
 @functools.lru_cache(maxsize=64)
 def _bits(dtype_name: str) -> int | None:
-    """Return an element's number of bits. All dtype names of safetensors except BOOL contain this number (F8_E4M3)."""
+    """Return the number of bits of an element. All dtype names of safetensors except BOOL contain this number (F8_E4M3)."""
     if dtype_name == "BOOL":
         return 8
     match = re.match(r"(?:BF|F|I|U|C)(\d{1,3})(?:_|$)", dtype_name)
@@ -106,7 +107,7 @@ def _sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def _check_spans(tensors: Sequence[TensorHeader], start: int, data_bytes: int) -> list[Problem]:
-    """Return a problem for each gap or overlap between tensors; the format allows neither."""
+    """Return a problem for each gap or overlap between tensors, because the format allows neither."""
     last = max((tensor.begin + tensor.bytes for tensor in tensors), default=start) - start
     if last > data_bytes:
         cut = [tensor.name for tensor in tensors if tensor.begin + tensor.bytes > start + data_bytes]

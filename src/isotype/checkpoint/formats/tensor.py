@@ -21,11 +21,11 @@ DAMAGED = "the file is damaged: download, copy or save it again"
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor as its file describes it.
+    """A tensor as described in its file.
 
     Attributes:
-        dtype_name: name of the dtype in the file (`"BF16"`; in a GGUF file also block types such as `"Q4_1"`).
-        shape: sizes in torch's order, slowest dimension first.
+        dtype_name: name of the dtype in the file, such as `"BF16"`. In a GGUF file, it may be a block type such as `"Q4_1"`.
+        shape: sizes in torch's order, with the slowest dimension first.
         begin: offset of the tensor's first byte in the file; 0 if the file has no offset for the tensor.
     """
 
@@ -49,7 +49,7 @@ class TensorHeader:
 
 
 def printable(name: str) -> bool:
-    """Return True if UTF-8 can encode a name. JSON also allows lone surrogates, which cannot be written or printed."""
+    """Return True if UTF-8 can encode a name. JSON also allows lone surrogates, but they cannot be written or printed."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -74,29 +74,31 @@ class HeaderFile:
     path: Path
 
     def damaged(self, problems: Sequence[Problem]) -> CheckpointError:
-        """Return the error for a damaged file, with its first problems only, because a damaged header can have thousands."""
+        """Return the error for a damaged file. It has only the first problems, because a damaged header can have thousands."""
         return CheckpointError.first_of(f"cannot read {self.path}", problems)
 
     def broken(self, what: str, expected: str, fix: str = DAMAGED) -> CheckpointError:
         return self.damaged([Problem(what, expected, fix)])
 
     def size(self) -> int:
-        """Return the size of the file in bytes; raise CheckpointError if the file does not exist."""
+        """Return the size of the file in bytes. Raise CheckpointError if the file does not exist."""
         if not self.path.is_file():
             fix = "check the path, or download the file"
             raise CheckpointError.of("no such file", str(self.path), "an existing file", fix)
         return self.path.stat().st_size
 
     def limit_tensors(self, count: int) -> None:
-        """Raise CheckpointError for more tensors than any model has. Reading so many headers would take minutes."""
+        """Raise CheckpointError if there are more tensors than any model has. Reading so many headers would take minutes."""
         if count > MAX_TENSORS:
             most = f"at most {MAX_TENSORS:,}"
-            raise self.broken(f"{count:,} tensors", most, "give a checkpoint of a model")
+            raise self.broken(f"{count:,} tensors", most, "use a checkpoint of a model")
 
     def parsed(self, text: bytes, header: str = "", noun: str = "") -> Any:
-        """Return parsed JSON. Raise CheckpointError for other text, or if an object has a name twice.
+        """Return parsed JSON. Return parsed JSON. Raise CheckpointError for other text, or if an object has a name
+        twice.
 
-        Without this check, `json` keeps only the last value of such a name. `header` and `noun` are for the messages.
+        Without this check, `json` would keep only the last value of such a name. The arguments `header` and `noun`
+        are for the error messages.
         """
         problems: list[Problem] = []
 

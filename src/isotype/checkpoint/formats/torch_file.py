@@ -24,7 +24,7 @@ _UNREADABLE = (
 _REFUSED = re.compile(
     r"unsupported (?:global: )?global (\S+)|unsupported (?:class|operand) [^\n]*", re.IGNORECASE
 )
-_WEIGHTS = "give the file with the weights: torch.save(model.state_dict(), …)"
+_WEIGHTS = "pass the file with the weights: torch.save(model.state_dict(), …)"
 # Keys under which training scripts store the state dict.
 _NESTED = ("state_dict", "model")
 
@@ -35,9 +35,10 @@ def read_torch_header(path: Path) -> tuple[TensorHeader, ...]:
 
 
 def torch_tensors(path: Path, device: str = "cpu") -> Mapping[str, torch.Tensor]:
-    """Return a file's tensors by name. Tensors on the CPU are memory-mapped; tensors on the meta device have no values.
+    """Return a file's tensors by name. Tensors on the CPU are memory-mapped. Tensors on the meta device have no values.
 
-    Raises CheckpointError if the file is damaged or older than torch 1.6. No code is run: only tensors are unpickled.
+    Raises CheckpointError if the file is damaged or older than torch 1.6. No code is run, because only tensors are
+    unpickled.
     """
     import torch
 
@@ -73,7 +74,7 @@ def _weights(content: Any) -> Mapping[str, torch.Tensor] | Problem:
         content = nested[0] if len(nested) == 1 else content
     if not isinstance(content, Mapping) or not content:
         what = f"a {type(content).__name__}"
-        return Problem(what, "tensors by their names", "give the file with the weights")
+        return Problem(what, "tensors by their names", "pass the file with the weights")
     for name, value in content.items():
         if not isinstance(name, str) or not printable(name):
             return Problem(f"the name {name!r}", "text", _WEIGHTS)
@@ -98,7 +99,7 @@ def _not_an_archive(start: bytes, size: int) -> Problem:
         return Problem(
             "a bare Python pickle, which may run code when it is read",
             "the archive that torch.save writes since torch 1.6",
-            "take the checkpoint in safetensors; if you trust its author, torch.load it once and torch.save it again",
+            "use the checkpoint in safetensors; if you trust its author, call torch.load once, and torch.save again",
         )
     return Problem(f"{size} bytes that begin with {start!r}", "the archive that torch.save writes", DAMAGED)
 
@@ -108,8 +109,8 @@ def _what_failed(error: BaseException) -> Problem:
     refused = _REFUSED.search(text)
     if isinstance(error, pickle.UnpicklingError) and refused:
         what = refused[1] or refused[0]
-        expected = "tensors only: unpickling anything else may run code"
-        fix = "take the checkpoint in safetensors; do not load this file unless you trust its author"
+        expected = "only tensors, because unpickling anything else may run code"
+        fix = "use the checkpoint in safetensors; do not load this file unless you trust its author"
         return Problem(f"a pickle of other objects than tensors: {what}", expected, fix)
     if isinstance(error, NotImplementedError):
         # torch from 2.14 on compares a sparse tensor's indices with its size, which a tensor without values lacks.

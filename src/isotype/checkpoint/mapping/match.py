@@ -23,7 +23,7 @@ from isotype.core.names import distinct_names, grouped, listed, plural, starred,
 from isotype.model.quantized import replaces_conv1d
 from isotype.precision.facts import QuantizationFacts
 
-_SAME_PLACE = "take config.json and the weights from the same save of the model"
+_SAME_PLACE = "use config.json and the weights from the same save of the model"
 # Buffers that training does not use, and that older checkpoints lack.
 _COUNTERS = (".num_batches_tracked",)
 # Tensors that models now compute but older files have, and heads for multi-token prediction, which transformers does not
@@ -39,11 +39,9 @@ _CACHE = re.compile(r"\.([kvq]|kv|output|prob)_(scale|zero_point)$")
 
 
 def _how_to_save(name: str) -> str:
-    """Return how to save a model without its adapter or wrapper, if `name` shows that the model has one; else ""."""
+    """If `name` shows that the model has an adapter or a wrapper, return how to save the model without it; else ""."""
     if name.startswith("base_model.model.") or ".base_layer." in name:
-        return (
-            "the file has a base model and an adapter of PEFT: save the model that merge_and_unload() returns"
-        )
+        return "the file contains a base model and an adapter of PEFT: save the model that merge_and_unload() returns"
     return unwrapping(name)
 
 
@@ -65,7 +63,7 @@ class WrongShape:
 
 @dataclass(frozen=True)
 class Match:
-    """The differences between a model's tensors and a checkpoint's.
+    """The differences between the tensors of a model and the tensors of a checkpoint.
 
     Attributes:
         missing: names and shapes of the model's tensors that the checkpoint lacks.
@@ -74,7 +72,7 @@ class Match:
         surplus: tensors of the checkpoint that the model neither has nor ignores.
         unused: tensors of `surplus` that no transformers class for the same config uses.
         unread: tensors whose values cannot be computed, each with the reason.
-        buffers: buffers that no file has, because the model computes them.
+        buffers: buffers that no file contains, because the model computes them.
     """
 
     model: str
@@ -130,7 +128,7 @@ def match(model: Any, headers: CheckpointHeaders) -> Match:
     """Compare a model, which may be on the meta device, with a checkpoint by names and shapes.
 
     A missing tensor is `initialised` if the model's author allows this (`_keys_to_ignore_on_load_missing`). The same
-    applies to a head that the class in the checkpoint's config lacks.
+    applies to a head that the class in the checkpoint's config does not have.
     """
     weights = weight_map(model, headers)
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -190,12 +188,12 @@ def _may_be_initialised(model: Any, name: str) -> str:
     saved = getattr(getattr(model, "config", None), "architectures", None) or ()
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and saved and type(model).__name__ not in saved and not name.startswith(f"{prefix}."):
-        return f"the checkpoint is a {saved[0]}: {type(model).__name__} draws new values for this part"
+        return f"the checkpoint is a {saved[0]}, so {type(model).__name__} initialises this part with random values"
     return ""
 
 
 def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if the model ignores a surplus tensor by its name, or computes the tensor as a buffer."""
+    """Return True if the model ignores the name of a surplus tensor, or computes the tensor as a buffer."""
     if _MASKS.search(tensor.name) and len(tensor.weight.shape) in (0, 4):
         return True
     computed = {name for name, _ in model.named_buffers()} - state.keys()
@@ -208,8 +206,8 @@ def _unused(
 ) -> tuple[StoredTensor, ...]:
     """Return the surplus tensors that no transformers class for the model's config uses.
 
-    If the config names another class than the model's, that class may use surplus tensors. In this case, only tensors of
-    the model's modules, and of layers beyond its last layer, count as unused.
+    If the config names another class than the class of the model, this other class may use surplus tensors. In this
+    case, only tensors of the model's modules, and of layers after its last layer, count as unused.
     """
     caches = any(str(key).startswith("kv_cache") and value for key, value in quantization.items())
     unused = [tensor for tensor in surplus if not (caches and _CACHE.search(tensor.name))]
@@ -223,7 +221,7 @@ def _unused(
 
 
 def _has_place_for(model: Any, name: str) -> bool:
-    """Return True if a tensor's name fits the model: it names a module, or a further layer of a list of layers."""
+    """Return True if the name of a tensor fits the model: it names a module, or another layer in a list of layers."""
     prefix = f"{model.base_model_prefix}."
     modules = dict(model.named_modules())
     depth, rest = 0, [""]
@@ -296,7 +294,7 @@ def _unused_problems(match: Match) -> Iterator[Problem]:
         first = by_name[names[0]]
         yield Problem(
             f"{_some(names)} of shape {list(first.shape)} in {first.file.name}, which {match.model} does not use",
-            "only tensors that the model uses: if the model leaves tensors out, its outputs are different",
+            "only tensors that the model uses, because its outputs are different if it leaves tensors out",
             f"{_SAME_PLACE}, or remove them from the file",
         )
 
@@ -362,7 +360,7 @@ def _grouped_by_pattern(names: Iterable[str], alike: Any) -> Iterable[list[str]]
 
 
 def _near(name: str, shape: tuple[int, ...] | None, surplus: Sequence[StoredTensor]) -> StoredTensor | None:
-    """Return the surplus tensor of this shape whose name is similar, or the only tensor of this shape; else None."""
+    """Return the surplus tensor of this shape with a similar name, or the only tensor of this shape; None without one."""
     alike = {tensor.name: tensor for tensor in surplus if tensor.dense_shape == shape}
     close = difflib.get_close_matches(name, alike, n=1, cutoff=0.6)
     if close:

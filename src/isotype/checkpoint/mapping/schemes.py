@@ -1,6 +1,6 @@
 """Decides from headers and config.json how a weight is dequantized, or why its values cannot be computed.
 
-isotype reads a weight only if each of its constants (scales, zero points) is known to dequantize it or to scale inputs.
+isotype reads a weight only if it knows how to use each of its constants (scales, zero points).
 """
 
 import re
@@ -18,22 +18,22 @@ AWQ = "awq"
 MODELOPT = "modelopt"
 COMPRESSED = "compressed-tensors"
 CAST = "cast"
-"""Method of weights that were cast to float8 without scales: the config has a float8 dtype but no quantization."""
+"""Method of weights that were cast to float8 without scales. Their config has a float8 dtype, but no quantization."""
 READABLE = frozenset({*METHODS, CAST, ""})
-"""Methods whose weights can be read; "" for a model that is not quantized."""
+"""Methods whose weights can be read; "" is for a model that is not quantized."""
 
 ACTIVATIONS = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".qscale_act"),
     *(".input_scale_ub", ".output_scale", ".output_zero_point"),
 )
-"""Name endings of constants for quantized activations. Weights are dequantized without these constants."""
+"""Name endings of constants for quantized activations. These constants are not used to dequantize weights."""
 
 CODES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "I32"})
 """Stored dtypes of quantized weights."""
 
 EXPECTED = (
     "a weight whose scales and config.json define how its values are computed",
-    "dequantize and save it with the library that quantized it, or take the checkpoint before it was quantized",
+    "dequantize and save it with the library that quantized it, or use the checkpoint before it was quantized",
 )
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
@@ -70,12 +70,13 @@ class Scheme:
     """The dequantization of one weight: (code - zero point) x scale.
 
     Attributes:
-        kind: how codes are stored: float8, int8, integers in int32 words, two E2M1 codes per byte, or gpt-oss's blocks.
+        kind: how codes are stored: float8, int8, integers in int32 words, two E2M1 codes per byte, or the blocks of gpt-oss.
         shape: shape of the dense weight; empty if the file that contains the shape is not downloaded.
         block: numbers of rows and columns that share a scale.
-        second: one number that applies to all scales, or None.
+        second: a number that applies to all scales, or None.
         divides: True if the scales are divided by `second`, False if the scales are multiplied by `second`.
-        transposed: True if the file stores the weight as [columns, rows] (AWQ); an int32 word contains codes of several rows.
+        transposed: True if the file stores the weight as [columns, rows] (AWQ). An int32 word then contains codes of several
+    rows.
     """
 
     kind: Kind
@@ -93,7 +94,8 @@ class Scheme:
 class _Options:
     """The formats of codes (`kinds`) and shapes of scales (`layouts`) that config.json allows for a quantized weight.
 
-    A layout is (name, (rows, columns that share a scale)); 0: all rows or columns. `exponents` allows E8M0 scales.
+    A layout is (name, (rows, columns that share a scale)). Here, 0 means all rows or columns. `exponents` allows E8M0
+    scales.
     """
 
     layouts: tuple[tuple[str, tuple[int, int]], ...]
@@ -113,7 +115,7 @@ def method_of(quantization: Mapping[str, Any] | None) -> str:
 
 
 def config_problem(quantization: Mapping[str, Any]) -> str:
-    """Return the reason in config.json why isotype cannot read the quantized weights; "" if it can read them.
+    """Return the reason in config.json why isotype cannot read the quantized weights; "" if isotype can read them.
 
     Methods that are not in `core/formats.py:METHODS` are not checked here.
     """
@@ -131,7 +133,7 @@ def config_problem(quantization: Mapping[str, Any]) -> str:
 
 
 def _check_groups(quantization: Mapping[str, Any]) -> None:
-    """Raise the first group's error if no group is readable. One readable group is enough: the others may apply to no layer."""
+    """If no group is readable, raise the error of the first. One readable group is enough: the others may apply to no layer."""
     errors = []
     for name, group in _object(quantization.get("config_groups") or {}, "config_groups").items():
         try:
@@ -161,7 +163,7 @@ def scheme_of(
     modules: Sequence[str],
     classes: Sequence[str],
 ) -> Scheme | None:
-    """Return how a stored weight is dequantized, or None for plain weights, bitsandbytes' formats and GGUF blocks.
+    """Return how a stored weight is dequantized; None for plain weights, formats of bitsandbytes and GGUF blocks.
 
     Args:
         constants: headers of the weight's constants.
@@ -219,7 +221,7 @@ def _require_plain(weight: TensorHeader, method: str) -> None:
 def _require_complete(
     weight: TensorHeader, constants: Sequence[TensorHeader], form: str, quantization: Mapping[str, Any]
 ) -> None:
-    """Raise UnreadableError if config.json does not name this bitsandbytes format, or a constant is missing."""
+    """Raise UnreadableError if config.json does not name this bitsandbytes format, or if a constant is missing."""
     bare = f"{form} with {_names(constants)}, while config.json does not name bitsandbytes"
     _require(method_of(quantization) == "bitsandbytes", bare)
     configured = (
@@ -238,7 +240,7 @@ def _require_complete(
 
 
 def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
-    """Return the scheme of mxfp4 blocks: from uint8 [..., rows, groups, 16] to dense [..., groups * 32, rows]."""
+    """Return the scheme of mxfp4 blocks, from uint8 [..., rows, groups, 16] to dense [..., groups * 32, rows]."""
     scale, shape = constants[0], weight.shape
     fits = len(shape) > 2 and shape[-1] == 16 and scale.shape == shape[:-1] and len(constants) == 1
     what = f"{list(shape)} {weight.dtype_name} with scales {list(scale.shape)} {scale.dtype_name}"
@@ -300,7 +302,7 @@ def _shape(
 
 
 def written_shape(constants: Sequence[TensorHeader]) -> tuple[int, ...] | None:
-    """Return the shape in the `weight_shape` tensor of the constants; None if that tensor is missing or on the hub."""
+    """Return the shape in the `weight_shape` tensor of the constants; None if that tensor is missing or only on the hub."""
     header = next((part for part in constants if part.name.endswith("_shape")), None)
     if header is None or header.dtype_name != "I64" or not header.begin:
         return None
@@ -321,7 +323,7 @@ def _check_dtypes(scale: TensorHeader, second: TensorHeader | None, kind: Kind, 
 
 
 def _block(scale: TensorHeader, shape: tuple[int, ...], options: _Options) -> tuple[int, int]:
-    """Return (rows, columns) that share a scale, from the first layout that fits the shape of the scales."""
+    """Return (rows, columns) that share a scale, from the first layout that matches the shape of the scales."""
     *lead, rows, columns = shape if len(shape) > 1 else (1, *shape)
     for layout, size in options.layouts:
         height, width = size[0] or rows or 1, size[1] or columns or 1
@@ -401,7 +403,7 @@ def _options_of_group(quantization: Mapping[str, Any], group: Mapping[str, Any])
 def group_of(
     quantization: Mapping[str, Any], modules: Sequence[str], classes: Sequence[str]
 ) -> Mapping[str, Any]:
-    """Return a module's entry in `config_groups`. As in compressed-tensors, names precede patterns, then classes."""
+    """Return a module's entry in `config_groups`. As in compressed-tensors, names precede patterns, and patterns precede classes."""
     groups: dict[str, Mapping[str, Any]] = {}
     for name, group in _object(quantization.get("config_groups"), "config_groups").items():
         targets = group.get("targets") if isinstance(group, Mapping) else None
@@ -442,7 +444,7 @@ def _size(value: Any, name: str) -> int:
 
 
 def _word(value: Any) -> str:
-    """Return a word of config.json (or an enum of a config object) in lower case."""
+    """Return a word in config.json (or an enum of a config object) in lower case."""
     return str(getattr(value, "value", value)).lower()
 
 

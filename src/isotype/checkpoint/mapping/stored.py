@@ -1,4 +1,4 @@
-"""Groups the tensors of a checkpoint: each quantized weight with the constants of its quantization."""
+"""Groups the tensors of a checkpoint: each quantized weight together with the constants of its quantization."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class StoredTensor:
 
     Attributes:
         name: name of the dense weight (`experts.gate_up_proj` for `experts.gate_up_proj_blocks`).
-        form: name of a dtype or a quantization format (`nf4`, `mxfp4`, `Q4_K`), or `packed` if only config.json names
-            the format.
+        form: name of a dtype or of a quantization format (`nf4`, `mxfp4`, `Q4_K`), or `packed` if only config.json names the
+            format.
         constants: headers of the tensors with the weight's scales, code books and shape.
-        scheme: how the values are computed; None for plain weights, bitsandbytes' formats and GGUF blocks.
-        problem: why the values cannot be computed, or None.
+        scheme: how the values are computed; None for plain weights, formats of bitsandbytes and GGUF blocks.
+        problem: the reason why the values cannot be computed, or None.
     """
 
     name: str
@@ -89,7 +89,7 @@ class StoredTensor:
 
     @property
     def dense_shape(self) -> tuple[int, ...] | None:
-        """The shape after dequantization, or None if the headers do not contain it."""
+        """The shape after dequantization; None if the headers do not contain it."""
         if self.scheme is not None:
             return self.scheme.shape
         if self.form in FOUR_BITS:
@@ -98,7 +98,7 @@ class StoredTensor:
 
     @property
     def values(self) -> int:
-        """Number of weights, after unpacking if the format is packed."""
+        """Number of weights. For a packed format, this is the number after unpacking."""
         if self.scheme is not None:
             return math.prod(self.scheme.shape)
         bits = _BITS.get(self.form)
@@ -129,7 +129,7 @@ def stored_tensors(
 def _weight_of(
     name: str, names: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return (name of the weight with this constant, format that the constant implies), or ("", "")."""
+    """Return (name of the weight with this constant, format that the constant implies); ("", "") if it is not a constant."""
     if not name.endswith(_ENDINGS):
         return "", ""
     for endings, weight_ending, form in _CONSTANTS:
@@ -151,7 +151,7 @@ def with_scheme(
     target: str = "",
     classes: Sequence[str] = ("Linear",),
 ) -> StoredTensor:
-    """Return a copy of the tensor with `scheme` or `problem` set. `target` is the tensor's name in the model, or ""."""
+    """Return a copy of the tensor with `scheme` or `problem` set. `target` is the name of the tensor in the model, or ""."""
     if tensor.plain and tensor.weight.dtype_name not in CODES:
         return tensor
     modules = [name.rpartition(".")[0] for name in (tensor.name, target) if name]
@@ -171,7 +171,7 @@ def main_form(tensors: Iterable[StoredTensor]) -> str | None:
 
 
 def blank_tensors(tensors: Iterable[StoredTensor]) -> dict[str, torch.Tensor]:
-    """Return meta tensors by name, in their dense shapes; quantized tensors get bfloat16, others keep their dtype."""
+    """Return meta tensors by name, in their dense shapes. Quantized tensors get bfloat16, and other tensors keep their dtype."""
     import torch
 
     blank = {}

@@ -1,4 +1,4 @@
-"""Finds the tensors of a checkpoint from which the tensors of a model are made, by names and shapes."""
+"""Finds, by names and shapes, the tensors of a checkpoint from which the tensors of a model are made."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from isotype.checkpoint.mapping.stored import StoredTensor, blank_tensors, store
 from isotype.model.experts.stack import shape_of
 
 FROM_GGUF = "by transformers' `TensorProcessor` for GGUF files"
-"""Name of the conversion of a GGUF file's tensors, which may change the order of the values, but not their number."""
+"""Name of the conversion of a GGUF file's tensors. It may change the order of the values, but not their number."""
 _CONVERSION_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 """Exceptions that transformers' conversions raise if the shapes or the number of tensors are unexpected."""
 
@@ -24,11 +24,11 @@ class Source:
     """Tensors of a checkpoint that one conversion turns into one or more tensors of the model.
 
     Attributes:
-        target: the one name in the model to which transformers renames all `tensors`; a key of `shapes`.
+        target: the name in the model to which transformers renames all `tensors`; a key of `shapes`.
         tensors: pairs (tensor in the checkpoint, pattern of the conversion that matches the tensor's name).
         conversion: transformers' `WeightConverter`, or `FROM_GGUF` for a tensor of a GGUF file. None if the source is one
-            tensor that is used as stored or only renamed.
-        shapes: name in the model -> shape after the conversion, or None if the headers do not determine this shape.
+            tensor that is used as stored, or only renamed.
+        shapes: name in the model -> shape after the conversion; None if the headers do not determine this shape.
         failure: error that the conversion raised, or "".
     """
 
@@ -54,9 +54,9 @@ class WeightMap:
     """The tensors of a checkpoint by their use in a model.
 
     Attributes:
-        sources: name of a tensor of the model -> its source, which several tensors may share.
+        sources: name of a tensor of the model -> its source. Several tensors may share a source.
         surplus: tensors without a name in the model.
-        doubled: (name in the model, tensor) for each tensor that maps to the same name in the model as another tensor.
+        doubled: (name in the model, tensor) for each tensor whose name in the model another tensor has, too.
     """
 
     sources: Mapping[str, Source]
@@ -101,7 +101,7 @@ def weight_map(model: nn.Module, headers: CheckpointHeaders) -> WeightMap:
 def _renaming(
     model: Any, headers: CheckpointHeaders
 ) -> tuple[Callable[[str], tuple[str, str, Any]], Callable[[str], Any]]:
-    """Return two functions of a tensor's name, to (model's name or "", matching pattern, conversion) and to a sort key."""
+    """Return two functions of a tensor's name: to (model's name or "", matching pattern, conversion), and to a sort key."""
     wanted = model.state_dict()
     if not hasattr(model, "base_model_prefix"):
         return lambda name: (name if name in wanted else "", name, None), str
@@ -142,9 +142,9 @@ def _renaming(
 def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
     """Return a map from names in a GGUF file to names in the model; both end in `.weight` or `.bias`.
 
-    The names in gguf's table have no prefix such as `model.`. So leading parts of a name in the model are removed until the
-    table contains the rest of the name. If several names match a name in the file, the one with the fewest removed parts is
-    used. The function `get_gguf_hf_weights_map` of transformers takes seconds for this map.
+    The names in gguf's table have no prefix such as `model.`. Therefore, leading parts of a name in the model are removed
+    until the table contains the rest of the name. If several names match a name in the file, the name with the fewest
+    removed parts is used. The function `get_gguf_hf_weights_map` of transformers takes seconds for this map.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import modeling_gguf_pytorch_utils as gguf
@@ -175,7 +175,7 @@ def gguf_names(model: Any, architecture: str) -> Mapping[str, str]:
 
 
 def shaped(model: nn.Module, source: Source) -> Source:
-    """Return a source with `shapes` or `failure` of its conversion, which is run on the meta device."""
+    """Return a source with the `shapes` or the `failure` of its conversion. The conversion is run on the meta device."""
     if source.conversion is FROM_GGUF:
         return replace(source, shapes={source.target: None})
     shapes = [tensor.dense_shape for tensor, _ in source.tensors]
@@ -201,8 +201,8 @@ def converted(model: Any, source: Source, values: Mapping[str, torch.Tensor]) ->
 
 
 class _Shapes:
-    """Replaces the model for a conversion that reads a dense weight's shape (`Transpose(check_dims=True)`).
-    The model's weight may have another shape: it may be quantized already, or have more rows than the part to convert.
+    """Replaces the model for a conversion that reads a dense weight's shape (`Transpose(check_dims=True)`). The weight
+    of the model may have another shape, because it is quantized already, or has more rows than the part to convert.
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...] | None]) -> None:

@@ -4,8 +4,8 @@ Let p be the next-token distributions of the trained model (the base model of th
 
     kept = 1 - KL(p || merged) / KL(p || base)
 
-`kept` is 1 if the merged model has the outputs of the trained model, and 0 if it has those of the base. If the texts are
-training rows, losses are compared, too: (base - merged) / (base - trained).
+`kept` is 1 if the merged model has the outputs of the trained model, and 0 if it has the outputs of the base. If the
+texts are training rows, losses are also compared: (base - merged) / (base - trained).
 """
 
 import gc
@@ -61,11 +61,11 @@ def fitting(rows: Rows | None, tokenizer: Any, model: Any, tokens: int) -> Rows:
 
 @dataclass
 class Learned:
-    """The outputs of a trained model on some texts, and their distance from the base's outputs.
+    """The outputs of a trained model on some texts, and their distance from the outputs of the base.
 
     Attributes:
         step: the logits of every `step`-th token are stored.
-        pictured: one further sample, an image with a text after it, as model inputs; None if the model takes no images.
+        pictured: model inputs of another sample, an image with a text after it; None if the model accepts no images.
         logits: the trained model's logits of each text, `[tokens, vocabulary]`.
         base: KL(trained || base) per token, in nats.
         losses: losses of the base and of the trained model; None if the texts are not training rows.
@@ -96,7 +96,7 @@ class Learned:
         return stored, float(every.double().mean()) if len(every) else None
 
     def _forwards(self, model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield each text with its logits, from a few large batches, because each forward reads all blocks from disk."""
+        """Yield each text with its logits. The texts are in a few large batches, because each forward reads all blocks from disk."""
         texts, pad = self.rows.texts, getattr(model.config.get_text_config(), "pad_token_id", None)
         longest = max(len(ids) for ids, _ in texts)
         at_once = max(1, _AT_ONCE // (longest * _vocabulary(model) * 4 + 1))
@@ -119,7 +119,7 @@ class Learned:
         return replace(difference, base_kl=self.base, losses=losses, source=source, pictured=pictured)
 
     def difference(self, logits: Sequence[torch.Tensor]) -> LogitsDifference:
-        """Return the difference from the trained model's logits."""
+        """Return the difference from the logits of the trained model."""
         largest, nats, tokens = 0.0, 0.0, 0
         for p, q in zip(self.logits, logits, strict=True):
             for a, b in zip(torch.split(p, _CHUNK), torch.split(q, _CHUNK), strict=True):
@@ -132,7 +132,7 @@ class Learned:
 def learned(
     adapter: Adapter, policy: PrecisionPolicy, rows: Rows | None, tokenizer: Any, tokens: int = TOKENS
 ) -> Learned:
-    """Run the base, then the base with the adapter, on about `tokens` tokens of `rows`, under the training's policy."""
+    """Run the base, and then the base with the adapter, on about `tokens` tokens of `rows`, under the policy of the training."""
     deferred = deferred_base(adapter)
     model = load_base(adapter, policy, deferred)
     _in_float32(model, policy, deferred)
@@ -149,7 +149,7 @@ def learned(
 
 
 def _image_sample(model: Any, tokenizer: Any) -> dict[str, Any] | None:
-    """Return the inputs for `Learned.pictured`. `logits_to_keep` makes the model return only the text's logits."""
+    """Return the inputs for `Learned.pictured`. `logits_to_keep` makes the model return only the logits of the text."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         return None
     (batch,) = Batches.for_model(model, tokenizer, LENGTH).batches
@@ -158,7 +158,7 @@ def _image_sample(model: Any, tokenizer: Any) -> dict[str, Any] | None:
 
 
 def trained(adapter: Adapter, policy: PrecisionPolicy) -> Any:
-    """Load the base under `policy` and add the adapter, unmerged; the forward computes in float32, one block at a time."""
+    """Load the base under `policy`, and add the adapter without merging it. The forward computes in float32, one block at a time."""
     deferred = deferred_base(adapter)
     model = load_base(adapter, policy, deferred)
     adapter = without_part(model, adapter, policy)
@@ -203,7 +203,7 @@ class Candidate:
 
 
 def cheapest(outputs: Learned, adapter: Adapter, choices: Sequence[Candidate]) -> Form:
-    """Try formats without writing files. Return the first that keeps `ENOUGH` of the learning, or float32 if none does."""
+    """Try formats without writing files. Return the first format that keeps `ENOUGH` of the learning, or float32 if none does."""
     model = policy = None
     for candidate in choices:
         if candidate.policy != policy:
@@ -219,7 +219,7 @@ def cheapest(outputs: Learned, adapter: Adapter, choices: Sequence[Candidate]) -
 
 @contextmanager
 def merged_as(model: Any, form: str) -> Iterator[None]:
-    """In this context, each block of a `trained` model is merged and rounded before its forward, and then restored."""
+    """In this context, each block of a `trained` model is merged and rounded before its forward, and restored afterwards."""
     saved: dict[nn.Parameter, torch.Tensor] = {}
 
     def before(block: nn.Module, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Merges adapters into their layers in float32, and rounds once, with one block of the model in memory at a time."""
+"""Merges adapters into their layers in float32, and rounds once. One block of the model is in memory at a time."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Rounding:
     Attributes:
         target: dtype of all parameters that are neither in `pinned` nor in `in_base`.
         pinned: patterns of the names of parameters that stay float32.
-        in_base: name -> dtype of each parameter that keeps its dtype from the base's files.
-        written: the merged model, opened from its files to measure the weights' errors; None until the files exist.
+        in_base: name -> dtype, for each parameter that keeps its dtype from the files of the base.
+        written: the merged model, opened from its files to measure the errors of the weights; None until the files exist.
         instead: command-line arguments that the error message for a float16 overflow recommends.
-        tied: names of the base's tied embeddings; their equal values are rounded to equal values.
+        tied: names of the tied embeddings of the base. Their equal values are rounded to equal values.
     """
 
     target: torch.dtype
@@ -58,7 +58,7 @@ class Rounding:
     def loss(
         self, name: str, before: torch.Tensor, merged: torch.Tensor, stored: torch.Tensor | None = None
     ) -> WeightLoss:
-        """Return a merged parameter's rounding loss, measured on the files of `written` or, without these, on `stored`."""
+        """Return the rounding loss of a merged parameter. It is measured on the files of `written` or, without these, on `stored`."""
         if self.written is None:
             stored = self._unbiased(name, merged) if stored is None else stored
             return rounding_loss(name, before, merged, stored, self.dtype(name))
@@ -83,7 +83,7 @@ class Rounding:
             result[name] = rounded if value.is_floating_point() else value
             if dtype == torch.float16 != value.dtype and not torch.isfinite(result[name]).all():
                 what = f"{name}: values up to {float(value.float().abs().max()):.4g}"
-                problems.append(Problem(what, "at most 65504", f"give {self.instead}"))
+                problems.append(Problem(what, "at most 65504", f"set {self.instead}"))
         if problems:
             raise PrecisionError("float16 cannot represent the merged weights", problems)
         return result
@@ -96,13 +96,13 @@ class Merging:
     """A merge of an adapter into a base model, part by part.
 
     Args:
-        one_dtype: True to use `target` even for tensors whose dtype in the base's files is not the most common dtype.
-        written: files of an earlier merge with the same arguments, to measure the weights' errors; else None.
+        one_dtype: True to use `target` even for tensors whose dtype in the files of the base is not the most common dtype.
+        written: files of an earlier merge with the same arguments, to measure the errors of the weights; else None.
 
     Attributes:
         model: the base; the merged model has its class and config.
         notes: differences from the base, in sentences.
-        weights: rounding loss of each parameter that the adapter changes; complete after the iteration over `parts`.
+        weights: rounding loss of each parameter that the adapter changes. It is complete after the iteration over `parts`.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Merging:
         self._peft = inject(self.model, adapter, dense)
         if not hasattr(self._peft.base_model, "merge_and_unload"):
             kind = type(self._peft.base_model).__name__
-            what = f"{adapter.directory}: a {kind}; PEFT cannot merge this kind"
+            what = f"{adapter.directory}: a {kind}, which PEFT cannot merge"
             raise UsageError.of("this adapter cannot be merged", what, _MERGEABLE, _BESIDE)
         # Copies of the base's parameters that the adapter's file replaces (`bias="all"`).
         prefix = getattr(self._peft.base_model, "prefix", "lora_")
@@ -191,7 +191,7 @@ class Merging:
         return self.weights
 
     def _merged(self, block: Block | None) -> dict[str, torch.Tensor]:
-        """Merge the layers of a block, or the layers outside of blocks if `block` is None; return the tensors by name."""
+        """Merge the layers of a block, or the layers outside of blocks if `block` is None. Return the tensors by name."""
         prefix, root = ("", self._peft) if block is None else (f"{block.name}.", block.module)
         elsewhere = tuple(f"{other.name}." for other in self._blocks) if block is None else ()
         for path, layer in tuner_layers(root):
@@ -231,7 +231,7 @@ class Merging:
 
 
 def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
-    """Return the policy of the dequantized base; adapters stay in float32, so that they are not rounded."""
+    """Return the policy of the dequantized base. Adapters stay in float32, so that they are not rounded."""
     eight = "int8" in (policy.storage, *(layer.storage for layer in policy.layers))
     plain = torch.float32 if eight else policy.plain
     return replace(
@@ -248,7 +248,7 @@ def dense_policy(policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapter:
-    """Change a quantized base as OLoRA's initialisation does; return the adapter with PEFT's default initialisation."""
+    """Change a quantized base as OLoRA's initialisation does. Return the adapter with PEFT's default initialisation."""
     if not policy.quantized or getattr(adapter.config, "init_lora_weights", None) != "olora":
         return adapter
     inject(model, adapter, policy).base_model.unload()
@@ -258,9 +258,11 @@ def without_part(model: Any, adapter: Adapter, policy: PrecisionPolicy) -> Adapt
 
 
 def _untie(model: Any) -> list[int]:
-    """Separate tied embeddings, so that each can be merged. Return their ids, those of the input embedding first.
+    """Separate tied embeddings, so that each can be merged. Return their ids, with the id of the input embedding
+    first.
 
-    The list is empty if input and output embeddings are not tied. Encoder-decoders may tie further embeddings.
+    The list is empty if input and output embeddings are not tied. A model with encoder and decoder may tie other
+    embeddings, too.
     """
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     if last is None or first.weight is not last.weight:
@@ -285,7 +287,7 @@ def _stored_names(model: Any) -> dict[str, torch.Tensor]:
 
 
 _MERGED_OTHERWISE = ("modules_to_save", "trainable_tokens")
-"""Parts of the names of trained parameters that are no copies of the base's parameters."""
+"""Parts of the names of trained parameters that are not copies of parameters of the base."""
 
 
 def tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -296,7 +298,7 @@ def tuner_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def merge_in_float32(name: str, layer: Any) -> None:
-    """Merge one PEFT layer in place; raise UsageError if PEFT cannot merge this kind of adapter."""
+    """Merge one PEFT layer in place. Raise UsageError if PEFT cannot merge this kind of adapter."""
     for parameter in layer.get_base_layer().to(torch.float32).parameters():
         parameter.data = parameter.data.clone()  # HiRA writes into the weight
     try:
@@ -321,7 +323,7 @@ def _merge_layer(name: str, layer: Any, rounding: Rounding) -> list[WeightLoss]:
 def _replaced(
     peft_model: Any, before_training: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return name -> (base values, trained values) of biases and `modules_to_save`, which were trained directly."""
+    """Return name -> (base values, trained values) for biases and `modules_to_save`, which were trained directly."""
     from peft.utils import ModulesToSaveWrapper
 
     parameters = dict(peft_model.named_parameters())
@@ -342,9 +344,9 @@ _DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # bits of float32's mantissa
 
 
 def unbiased(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round float32 values to 16 bits, up or down at random, so that the mean error is 0; cast all other values.
+    """Round float32 values to 16 bits, up or down at random, so that the mean error is 0. Cast all other values.
 
-    Rounding to nearest would lose every update that is smaller than half a rounding step of the 16-bit weight.
+    Rounding to nearest would lose every update that is smaller than half of a rounding step of the 16-bit weight.
     Stochastic rounding keeps such updates on average (Gupta et al., https://arxiv.org/abs/1502.02551). The random
     numbers depend only on the weight's name.
     """
@@ -380,7 +382,7 @@ def _in_bitsandbytes(layer: nn.Module, values: torch.Tensor, form: str) -> torch
 
 
 def codes(values: torch.Tensor, form: str) -> torch.Tensor:
-    """Quantize a float32 matrix to a format; return its 4-bit or 8-bit codes in a flat tensor, one code per element."""
+    """Quantize a float32 matrix to a format. Return its 4-bit or 8-bit codes in a flat tensor, with one code per element."""
     if form == "int8":
         return quantize_int8(values)[0].flatten()
     if form in FOUR_BITS:
@@ -400,7 +402,8 @@ def codes(values: torch.Tensor, form: str) -> torch.Tensor:
 class WrittenModel:
     """A merged model with weights in the format `stored`, which is opened from its directory or GGUF file (`path`).
 
-    transformers loads a directory. A GGUF file is read tensor by tensor: transformers would load the whole file in float32.
+    transformers loads a directory. A GGUF file is read tensor by tensor, because transformers would load the whole file in
+    float32.
     """
 
     def __init__(self, model_class: Any, path: Path, stored: str | None) -> None:
@@ -417,7 +420,7 @@ class WrittenModel:
 
     @torch.no_grad()
     def read(self, name: str) -> tuple[torch.Tensor, torch.dtype | None, str | None]:
-        """Return a parameter's float32 values, its stored dtype (None for codes), and the format of codes, if known."""
+        """Return the float32 values of a parameter, its stored dtype (None for codes), and the format of codes, if known."""
         if self._stored in GGUF_TYPES:
             name = name if name in self._weights.shapes else self._tied[name]
             stored = self._weights.stored(name)

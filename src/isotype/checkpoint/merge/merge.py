@@ -47,7 +47,7 @@ def merge_adapter(
     stored: str | None = None,
     rows: Rows | None = None,
 ) -> MergeReport:
-    """Merge an adapter into its base model and write a model that plain transformers loads.
+    """Merge an adapter into its base model, and write a model that plain transformers loads.
 
     The adapter is added to these weights:
 
@@ -56,10 +56,10 @@ def merge_adapter(
     - if `stored` is the training's quantization format: the weights in the files of the adapter's base. Quantizing
       dequantized weights again would lose small updates.
 
-    PEFT merges each layer in float32. The sum is rounded once; rounding to 16 bits is stochastic
+    PEFT merges each layer in float32. The sum is rounded once. Rounding to 16 bits is stochastic
     (`isotype.checkpoint.merge.layers.unbiased`). The model is built in a temporary folder, opened with transformers, and
-    compared in float32 with the trained model and the base (`isotype.checkpoint.merge.comparison`). Last, the folder is renamed
-    to `output`. For quantized and GGUF results, a second merge measures the error of each weight.
+    compared in float32 with the trained model and the base (`isotype.checkpoint.merge.comparison`). At the end, the folder is
+    renamed to `output`. For quantized and GGUF results, a second merge measures the error of each weight.
 
     Peak memory is the adapter, the parts outside of blocks, two blocks in the written dtype, and 14 bytes per entry of
     the largest adapted weight. If PEFT reads the base to add the adapter (DoRA), the peak includes the whole base.
@@ -68,20 +68,20 @@ def merge_adapter(
         adapter: directory of the adapter.
         output: directory to write, which must be empty or not exist, or a GGUF file whose name ends in `.gguf`.
         base: another base model to merge into (path, GGUF file, hub id), such as the 16-bit original.
-        dtype: dtype of the merged weights; `"auto"` is the compute dtype of the training if known, else the base's dtype.
-            With `"auto"`, tensors in another dtype than the most common one in the base's files keep their dtype.
-            Parameters that the model's author keeps in float32 stay float32.
+        dtype: dtype of the merged weights. `"auto"` is the compute dtype of the training if it is known, else the dtype of the
+            base. With `"auto"`, tensors in another dtype than the most common dtype in the files of the base keep their dtype.
+            Parameters that the author of the model keeps in float32 stay float32.
         revision: branch, tag or commit of a base on the hub, instead of the commit that the adapter names.
-        stored: None for dense safetensors, `"nf4"`, `"fp4"` or `"int8"` for bitsandbytes' format, a key of
-            `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. For a GGUF file, None means `"f16"` if `dtype` is float16,
-            else `"bf16"`, as in llama.cpp's converter.
+        stored: None for dense safetensors; `"nf4"`, `"fp4"` or `"int8"` for the format of bitsandbytes; or a key of
+            `isotype.core.dtypes.GGUF_TYPES` for a GGUF file. For a GGUF file, None means `"f16"` if `dtype` is float16, else
+            `"bf16"`, as in llama.cpp's converter.
         rows: training rows for the comparison with the trained model; None for isotype's texts.
 
     Raises:
         CheckpointError: adapter or base does not exist, they do not match, or less than half of the learning would be kept.
         PrecisionError: the dtype cannot represent the weights.
         UsageError: `output` exists, or PEFT cannot merge this kind of adapter.
-        SaveError: the disk is full or cannot be written; no file is left behind.
+        SaveError: the disk is full or not writable. No file remains.
     """
     final = Output(Path(output))
     final.check()
@@ -155,11 +155,11 @@ def _check_mergeable(adapter: Adapter) -> None:
     config = adapter.config
     why = None
     if config.is_prompt_learning:
-        why = "it adds virtual tokens to the input and changes no weight"
+        why = "it adds virtual tokens to the input, and changes no weight"
     elif getattr(config, "alora_invocation_tokens", None):
         why = "an activated LoRA acts only after its invocation tokens"
     elif getattr(config, "layer_replication", None):
-        why = "it replicates layers of the base: every copy would need different merged weights"
+        why = "it replicates layers of the base, and every copy would need different merged weights"
     if why:
         raise _unmergeable(adapter, f"a {kind_of_adapter(config)} adapter; {why}")
 
@@ -171,7 +171,7 @@ def _unmergeable(adapter: Adapter, why: str) -> UsageError:
 
 
 def _check_parts(adapter: Adapter, stored: str | None, config: Any) -> None:
-    """Raise UsageError if the base lacks the adapter's biases, or has stacked experts and `stored` is bitsandbytes'."""
+    """Raise UsageError if the base lacks the biases of the adapter, or if it has stacked experts and `stored` is a bitsandbytes format."""
     end = ".lora_B.bias"
     biased = [t.name.removesuffix(end) for t in adapter.headers.tensors if t.name.endswith(end)]
     if biased:
@@ -182,14 +182,14 @@ def _check_parts(adapter: Adapter, stored: str | None, config: Any) -> None:
     name = _stacked_expert(config) if stored in QUANTIZATIONS else None
     if name is not None:
         what = f"{adapter.base}: {name}"
-        expected = "only linear layers: transformers cannot read quantized stacked experts"
+        expected = "only linear layers, because transformers cannot read quantized stacked experts"
         gguf = ", or --gguf q8_0" if is_exportable(config, None) else ""
         fix = f"--dtype bfloat16{gguf}; or do not merge: load the base in {stored}, and the adapter"
         raise UsageError.of(f"experts cannot be merged into {stored}", what, expected, fix)
 
 
 def _stacked_expert(config: Any) -> str | None:
-    """Return the name of a stacked expert weight, which transformers cannot read if it is quantized; None without one."""
+    """Return the name of a stacked expert weight, because transformers cannot read it if it is quantized; None without one."""
     return next((f"{name}.{leaf}" for name, _, leaf in stacked_weights(blank_model(config))), None)
 
 
@@ -244,29 +244,30 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Output) 
     problem, name = None, str(dtype).removeprefix("torch.")
     if output.file and (stored in QUANTIZATIONS or (stored is None and dtype != "auto")):
         flags = f"--dtype {name}" if stored is None else f"--quantization {stored}"
-        fix = "give --gguf f16, bf16, q8_0, …; or an --output without .gguf, for a directory"
+        fix = "set --gguf f16, bf16, q8_0, …; or an --output without .gguf, for a directory"
         problem = Problem(f"--output {output.path} and {flags}", "a GGUF type for a GGUF file", fix)
     elif stored is not None and stored not in FORMATS:
         problem = Problem(f"stored as {stored}", f"one of {', '.join(FORMATS)}", "give one of these")
     elif stored in GGUF_TYPES and dtype != "auto":
         flags = f"--dtype {name} and --gguf {stored}"
-        problem = Problem(flags, "only one of the two: a GGUF type sets the dtype", "leave --dtype out")
+        problem = Problem(flags, "only one of the two, because a GGUF type sets the dtype", "omit --dtype")
     if problem is not None:
-        raise UsageError("a merged model cannot be stored like this", [problem])
+        raise UsageError("a merged model cannot be stored in this format", [problem])
 
 
 def _learned(
     adapter: Adapter, policy: PrecisionPolicy | None, rows: Rows | None
 ) -> tuple[Learned | None, Any, list[str], PrecisionPolicy | None]:
-    """Run the adapter on the model of its training. Return (outputs or None, tokenizer, notes, that model's policy).
+    """Run the adapter on the model of its training. Return (outputs or None, tokenizer, notes, policy of that model).
 
-    `policy` is None if the adapter is merged into another model. The model of the training may then be missing.
+    `policy` is None if the adapter is merged into another model. In this case, the model of the training may be
+    missing.
     """
     try:
         trained = policy or base_policy(adapter)
         tokenizer = adapter.tokenizer()
         if tokenizer is None:
-            none = "logits were not compared: neither adapter nor base has a tokenizer"
+            none = "logits were not compared, because neither adapter nor base has a tokenizer"
             return None, None, [none], trained
         return learned(adapter, trained, rows, tokenizer), tokenizer, [], trained
     except IsotypeError as error:
@@ -281,7 +282,7 @@ _CHEAP = 4e9
 """Bytes of a model. For a larger model, other formats are tried only if too little of the learning is kept."""
 
 LEAST = 0.5
-"""A merge back into the training's format writes nothing if it keeps less than this fraction of the learning."""
+"""A merge back into the format of the training writes nothing if it keeps less than this fraction of the learning."""
 
 
 def _formats_to_try(
@@ -306,10 +307,10 @@ def _formats_to_try(
 
 
 def _require_change(report: MergeReport, back: bool) -> None:
-    """Raise CheckpointError if no weight changes, or if a merge to the training's format (`back`) loses too much."""
+    """Raise CheckpointError if no weight changes, or if a merge to the format of the training (`back`) loses too much."""
     if not report.weights:
         what = f"the adapter {report.adapter} changes no weight of {report.base}"
-        fix = "give an adapter that was trained; nothing was written"
+        fix = "use an adapter that was trained; nothing was written"
         raise CheckpointError.of("nothing was merged", what, "an adapter that changes weights", fix)
     kept = None if report.logits is None else report.logits.kept
     if back and (report.again if kept is None else kept < LEAST):
@@ -385,7 +386,7 @@ def check_same_base(trained: Adapter, onto: Adapter) -> None:
         Problem(
             f"--base {onto.base}: {name} {getattr(base_config, name, None)}",
             f"{name} {getattr(trained_config, name, None)}, as in {trained.base}, the base of the training",
-            "give the same model in another precision, or leave --base out",
+            "use the same model in another precision, or omit --base",
         )
         for name in _SAME
         if getattr(base_config, name, None) != getattr(trained_config, name, None)

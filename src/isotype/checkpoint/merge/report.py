@@ -13,10 +13,10 @@ ENOUGH = 0.98
 """Smallest `LogitsDifference.kept` that needs no warning."""
 
 VANISHED_LIMIT = 0.99
-"""If more than this fraction of the changed entries have the base's codes, the merge has no effect."""
+"""If more than this fraction of the changed entries have the same codes as in the base, the merge has no effect."""
 
 _CHUNK = 1 << 18
-"""Number of entries that are compared at a time: they fit into the CPU's caches."""
+"""Number of entries that are compared at a time. They fit into the caches of the CPU."""
 
 
 _LEAST_KL = 1e-12
@@ -25,12 +25,14 @@ _LEAST_KL = 1e-12
 
 @dataclass(frozen=True)
 class WeightLoss:
-    """Rounding loss of one merged parameter W + D, with W the base's weight and D the adapter's update.
+    """Rounding loss of a merged parameter W + D, where W is the weight of the base, and D is the update by the
+    adapter.
 
     Attributes:
-        relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction; S is the stored weight.
+        relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction. S is the stored weight.
         entries: number of nonzero entries of D.
-        vanished: number of these entries that are lost: W and W + D are stored as the same value or code. None if unknown.
+        vanished: number of these entries that are lost, because W and W + D are stored as the same value or code. None if
+    unknown.
     """
 
     name: str
@@ -41,7 +43,8 @@ class WeightLoss:
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """Distance between the logits of a merged and of the trained model (the training's base plus adapter), in float32.
+    """Distance in float32 between the logits of a merged model and of the trained model (the base of the training with
+    the adapter).
 
     Attributes:
         max_abs: largest absolute difference of two logits.
@@ -62,7 +65,7 @@ class LogitsDifference:
 
     @property
     def kept(self) -> float | None:
-        """1 - KL(trained || merged) / KL(trained || base): kept learning; None if the base's outputs hardly change."""
+        """Kept share of the learning, 1 - KL(trained || merged) / KL(trained || base); None if the base's outputs hardly change."""
         return 1 - self.mean_kl / self.base_kl if self.base_kl > _LEAST_KL else None
 
     @property
@@ -76,7 +79,7 @@ class LogitsDifference:
 
 @dataclass(frozen=True)
 class Form:
-    """A storage format of a merged model, tried without writing a file.
+    """A storage format of a merged model. It is tried without writing a file.
 
     Attributes:
         arguments: arguments of `isotype merge` for the format.
@@ -98,9 +101,10 @@ class MergeReport:
 
     Attributes:
         output: directory of the merged model, or its GGUF file.
-        storage: storage of the base; a base in `"nf4"`, `"fp4"` or `"int8"` was dequantized.
+        storage: storage of the base. A base in `"nf4"`, `"fp4"` or `"int8"` was dequantized.
         dtype: dtype to which weights are rounded before they are quantized to `stored`. `dtype_reason`: why.
-        weights: rounding loss of each weight that the adapter changed, measured on the files if they are quantized or GGUF.
+        weights: rounding loss of each weight that the adapter changed. It is measured on the files if they are quantized or
+            GGUF.
         logits: comparison of the merged model with the trained model; None if they were not compared (see `notes`).
         notes: remarks about the written types, about differences from the base, and about the comparison.
         stored: bitsandbytes format or GGUF type; None for dense safetensors.
@@ -152,7 +156,7 @@ class MergeReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings about values beyond the dtype's range and about lost learning, each with a recommended change."""
+        """Warnings about values beyond the range of the dtype and about lost learning, each with a recommended change."""
         kept = None if self.logits is None else self.logits.kept
         if kept is None and self.coded and self.median_error >= 1:
             off = f"the median error of a weight is {self.median_error:,.1f} × its update"

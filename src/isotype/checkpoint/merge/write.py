@@ -1,4 +1,4 @@
-"""Writes a merged model (dense, in bitsandbytes' format, or as a GGUF file), and opens it again."""
+"""Writes a merged model (dense, in the format of bitsandbytes, or as a GGUF file), and opens it again."""
 
 import json
 import os
@@ -50,7 +50,7 @@ _WRITABLE = "a writable directory on a disk with free space"
 
 @dataclass(frozen=True)
 class Output:
-    """The directory in which a merge writes a model, or the GGUF file if the name ends in `.gguf`."""
+    """The directory in which a merge writes a model, or a GGUF file if the name ends in `.gguf`."""
 
     path: Path
 
@@ -73,7 +73,7 @@ class Output:
             existing = f"--output {output}: {kind if output.is_dir() else 'a file'}"
             what = "file" if file else "directory"
             expected = f"a {what} that does not exist yet" + ("" if file else ", or an empty one")
-            fix = f"give another {what}, or remove this one first"
+            fix = f"use another {what}, or remove this one first"
             raise UsageError.of(f"the output {what} already exists", existing, expected, fix)
 
     def model_in(self, directory: Path, stored: str | None) -> Path:
@@ -84,7 +84,7 @@ class Output:
 
     @contextmanager
     def staged(self) -> Iterator[Path]:
-        """Yield a temporary folder, which is then renamed to `path`, or removed after an error.
+        """Yield a temporary folder. At the end, the folder is renamed to `path`, or removed after an error.
 
         Temporary folders of killed merges are removed, too.
         """
@@ -112,7 +112,7 @@ class Output:
 
     @contextmanager
     def disk_errors(self) -> Iterator[None]:
-        """Replace an error of the disk by a SaveError that names `path`."""
+        """Turn an error of the disk into a SaveError that names `path`."""
         try:
             yield
         except SaveError:
@@ -129,7 +129,7 @@ class Output:
 def write_merged(
     merging: Merging, tokenizer: Any, path: Path, dtype: torch.dtype, stored: str | None
 ) -> list[str]:
-    """Write the merged model and its tokenizer, one block in memory at a time; return notes.
+    """Write the merged model and its tokenizer, with one block in memory at a time. Return notes.
 
     Args:
         tokenizer: tokenizer or processor, or None.
@@ -204,7 +204,7 @@ def _state(model: Any, deferred: DeferredBlocks) -> Iterator[dict[str, torch.Ten
 def write_model(
     model: Any, parts: Iterable[Mapping[str, torch.Tensor]], directory: Path, dtype: torch.dtype, room: int
 ) -> None:
-    """Write a model's parts as `save_pretrained` would. `dtype` is for the config; `room` is the bytes for a header."""
+    """Write a model's parts as `save_pretrained` would. `dtype` is for the config. `room` is the number of bytes for a header."""
     left_out, plain = never_saved(model), without_adapters(model)
     shards = Shards(directory, room)
     try:
@@ -232,7 +232,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Convert a model's tensors into tensors of a checkpoint: reverse transformers' conversions on loading."""
+    """Convert the tensors of a model into tensors of a checkpoint, by the reverse of transformers' conversions."""
     from transformers.core_model_loading import revert_weight_conversion
 
     reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -240,8 +240,8 @@ def saved_form(model: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, 
 
 
 def _no_room(place: Path, what: str, expected: str) -> SaveError:
-    headline, fix = "the merged model cannot be written", "free some space, or give --output on another disk"
-    hint = "the adapter and its base are unchanged, and no partial file is left: run the same command again"
+    headline, fix = "the merged model cannot be written", "free some space, or set --output on another disk"
+    hint = "the adapter and its base are unchanged, and no partial file remains: run the same command again"
     return SaveError.of(headline, f"{place}: {what}", expected, fix, hint=hint)
 
 
@@ -255,11 +255,11 @@ _ALIGNED = 8
 class Shards:
     """Writer of `model.safetensors`, or of several files and their index, with one tensor in memory at a time.
 
-    A file begins with its header. The header is written last, into reserved bytes, and is padded with spaces.
+    A file begins with its header. The header is written last into reserved bytes, and padded with spaces.
 
     Args:
         directory: an existing directory.
-        room: bytes to reserve for a header; at least the result of `header_room` for the names of all tensors.
+        room: bytes to reserve for a header. It must be at least the result of `header_room` for the names of all tensors.
     """
 
     def __init__(self, directory: Path, room: int) -> None:
@@ -333,5 +333,5 @@ class Shards:
 
 
 def header_room(names: Iterable[str]) -> int:
-    """Return the most bytes that a safetensors header with these tensor names can need."""
+    """Return the maximum size in bytes of a safetensors header with these tensor names."""
     return 64 + sum(len(json.dumps(name)) + _ENTRY for name in names)

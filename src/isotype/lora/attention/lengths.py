@@ -1,8 +1,8 @@
 """Attention on NVIDIA GPUs: FlashAttention for concatenated rows of any length, and attention with repeated heads.
 
-`torch.nn.attention.varlen.varlen_attn` takes 16-bit queries, keys and values `[tokens, heads, head]` of one head size,
-on NVIDIA GPUs of compute capability 8.0 and later. `varlen_attn` supports grouped heads, causal attention and a
-backward, and since torch 2.11 a scale and windows. It supports no dropout, soft cap or bias.
+`torch.nn.attention.varlen.varlen_attn` accepts 16-bit queries, keys and values `[tokens, heads, head]` with the same
+head size, on NVIDIA GPUs of compute capability 8.0 or later. `varlen_attn` supports grouped heads, causal attention
+and a backward, and since torch 2.11 a scale and windows. It supports no dropout, soft cap or bias.
 """
 
 import inspect
@@ -26,13 +26,13 @@ CHANGES = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "he
 
 
 def takes_lengths() -> bool:
-    """Return whether this torch's `varlen_attn` has a scale and windows, without an import that would load torch's compiler."""
+    """Return True if this torch's `varlen_attn` has a scale and windows. The function imports nothing that would load torch's compiler."""
     return torch.__version__ >= _SINCE
 
 
 @cache
 def varlen_attention() -> tuple[Any, bool]:
-    """Return (torch's `varlen_attn`, True if it has the option `enable_gqa`). Call this only if `takes_lengths()` is true."""
+    """Return (torch's `varlen_attn`, True if it has the option `enable_gqa`). Call this function only if `takes_lengths()` is true."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -41,21 +41,21 @@ def varlen_attention() -> tuple[Any, bool]:
 def why_not_lengths(profile: DeviceProfile, dtype: torch.dtype, config: Any) -> str | None:
     """Return a clause that says why variable-length attention is impossible; None if it is possible."""
     if profile.kind != "cuda":
-        return f"variable-length attention is for NVIDIA GPUs, and this is {profile.title}"
+        return f"variable-length attention is only for NVIDIA GPUs, but this is {profile.title}"
     if dtype not in profile.flash_attention or dtype not in HALVES:
         return f"{profile.title} has no FlashAttention in {dtype_name(dtype)}"
     if not takes_lengths():
         return f"torch {torch.__version__} has no variable-length attention with a scale and windows"
     rates = {name: value for name, value in config.to_dict().items() if "drop" in name and "att" in name}
     if dropped := [name for name, value in rates.items() if isinstance(value, float) and value > 0]:
-        return f"the model's attention has dropout ({', '.join(dropped)}), and variable-length attention has none"
+        return f"the model's attention has dropout ({', '.join(dropped)}), but variable-length attention has none"
     return None
 
 
 def lengths_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
     """Return the current `Sequences` in place of a mask, or transformers' `sdpa` mask if no sequences are set.
 
-    Raises NotImplementedError if the model has its own mask function, because sequences cannot represent such a mask.
+    Raises NotImplementedError if the model has its own mask function, because sequences cannot represent this mask.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -91,7 +91,7 @@ def why_not_call(
 def by_lengths(
     inputs: tuple[torch.Tensor, ...], sequences: Sequences, *, scale: float | None, causal: bool
 ) -> torch.Tensor:
-    """Return the result of attention, `[1, tokens, query heads, head]`. `why_not_call` must have returned None for the call."""
+    """Return the result of attention, `[1, tokens, query heads, head]`. `why_not_call` must have returned None for this call."""
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in inputs)
     window = sequences.window if sequences.window is not None and sequences.window < sequences.longest else 0
     attend, has_groups = varlen_attention()

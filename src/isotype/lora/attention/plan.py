@@ -1,4 +1,4 @@
-"""Attention plans: blocks of queries, and the keys to which each block attends. Kernels compute no other scores."""
+"""Attention plans: blocks of queries, and the keys to which each block attends. Kernels compute only these scores."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ class Block:
     """The queries with the indices `rows` in the rows `batch` of the batch, and the keys to which they attend.
 
     Attributes:
-        masked: the keys that need a mask: some queries do not attend to these keys, or their scores have a bias.
-        tile: log2(e) times the mask of the keys in `masked`, as float32 `[1 or heads, rows, masked]`. Kernels multiply
-            scores by log2(e), add the tile, and compute powers of 2.
+        masked: the keys that need a mask, because some queries do not attend to them, or because their scores have a bias.
+        tile: log2(e) times the mask of the keys in `masked`, as float32 `[1 or heads, rows, masked]`. Kernels multiply scores
+            by log2(e), add the tile, and compute powers of 2.
     """
 
     batch: Span
@@ -39,11 +39,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """The keys to which each query of a batch attends. The result for a query that is in no block is zero.
+    """The keys to which each query of a batch attends. The result is zero for a query that is in no block.
 
     Attributes:
-        closed_finitely: True if the mask adds large negative, finite numbers (not -inf) to all scores of some query. In
-            torch's kernels such a query attends to all keys about equally. Blocks cannot compute this.
+        closed_finitely: True if the mask adds large negative, finite numbers (not -inf) to all scores of some query. In torch's
+            kernels, such a query attends to all keys about equally. Blocks cannot compute this.
     """
 
     batch: int
@@ -72,18 +72,19 @@ class Plan:
 def block_rows(group: int) -> int:
     """Return the number of queries in a block. `group` is the number of query heads per key head.
 
-    A matrix product uses a core fully from about 200 rows (queries × `group`) on. More rows compute more masked scores.
+    A matrix product uses a core fully if it has at least about 200 rows (queries × `group`). With more rows, more
+    masked scores are computed.
     """
     return max(32, min(128, 192 // group))
 
 
 @lru_cache(maxsize=32)
 def plan_of(size: tuple[int, int, int], rows: int, *, causal: bool) -> Plan:
-    """Return the plan of full or causal attention, from a cache that all layers and steps share.
+    """Return the plan of full or causal attention. The plan is cached, and all layers and steps share it.
 
     Args:
         size: (batch, queries, keys).
-        rows: number of queries in a block, see `block_rows`.
+        rows: number of queries in a block (see `block_rows`).
         causal: True if no query attends to later keys. The last query and the last key have the same position.
     """
     batch, queries, keys = size
@@ -116,7 +117,7 @@ def _tile(count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Cached:
-    """A mask's cached plan. It is valid until the mask's memory, version or (without a version) values change."""
+    """A mask's cached plan. A cached plan. It is valid until the mask's memory, version or (without a version) values change."""
 
     plan: Plan
     view: tuple[object, ...]
@@ -133,14 +134,14 @@ _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def plan_of_mask(mask: torch.Tensor, batch: int, rows: int) -> Plan:
-    """Return the plan of a mask, from a cache that all layers with this mask share.
+    """Return the plan of a mask. The plan is cached, and all layers with this mask share it.
 
     A block reads all keys from the first to the last key to which any of its queries attends.
 
     Args:
-        mask: `[1 or batch, 1 or heads, queries, keys]`. A bool mask is True where the query attends to the key. Numbers
-            are added to the scores; a number that is at most half of the dtype's lowest number hides its key.
-        rows: number of queries in a block, see `block_rows`.
+        mask: `[1 or batch, 1 or heads, queries, keys]`. A bool mask is True where the query attends to the key. Numbers are
+            added to the scores. A number that is at most half of the dtype's lowest number hides its key.
+        rows: number of queries in a block (see `block_rows`).
     """
     owner = base_of(mask)
     view = (mask.storage_offset(), *mask.shape, *mask.stride(), batch, rows)

@@ -34,7 +34,7 @@ NAME, REPEATED, LENGTHS = "isotype", "isotype_repeated", "isotype_lengths"
 """Names of isotype's functions in transformers' registries, for `model.set_attn_implementation`."""
 
 _AMX_IS_FASTER = 1 << 16
-"""If keys × head size is at least this, torch's kernel without a mask is faster on CPUs with AMX (benchmarks/attention.py)."""
+"""If keys × head size is at least this number, torch's kernel without a mask is faster on CPUs with AMX (benchmarks/attention.py)."""
 
 
 @dataclass
@@ -43,14 +43,14 @@ class AttentionReport:
 
     Attributes:
         in_use: True if the model now uses one of isotype's attention functions.
-        reason: why the model keeps its own attention; None if `in_use`.
+        reason: the reason why the model keeps its own attention; None if `in_use`.
         repeated: title of the device if it needs repeated keys and values for a fused kernel; else None.
-        slow: the reason why attention stores all scores in memory on this device, if this is the case; else None.
+        slow: the reason why attention stores all scores in memory on this device; None if it does not store them.
         left: reason to use torch's kernel -> number of calls.
-        sides: the sides (`left`, `right`) of a row from which padding may be removed, see `isotype.lora.unpadded`. For a
-            model without weights, None until `sides_of` tries a small copy.
-        padded: why a batch keeps its padding on this GPU; None if padding may be removed.
-        name: the name that isotype's function has in transformers; "" if no function is used.
+        sides: the sides (`left`, `right`) of a row from which padding may be removed (see `isotype.lora.unpadded`). For a model
+            without weights, None until `sides_of` tries a small copy.
+        padded: the reason why a batch keeps its padding on this GPU; None if padding may be removed.
+        name: the name of isotype's function in transformers; "" if no function is used.
     """
 
     in_use: bool
@@ -83,7 +83,7 @@ class AttentionReport:
             return f"attention: unchanged: {self.reason}"
         left = [f"  {plural(n, 'call')} left to torch's kernel: {why}" for why, n in self.left.items()]
         if self.repeated:
-            return f"attention: keys and values are repeated for each head of the queries: {self.repeated} has no fused kernel for grouped heads"
+            return f"attention: keys and values are repeated for each head of the queries, because {self.repeated} has no fused kernel for grouped heads"
         if self.by_lengths:
             head = "attention: torch's kernels; variable-length kernels for concatenated rows"
             return "\n".join([head, *left])
@@ -98,14 +98,14 @@ def use_fast_attention(
 ) -> AttentionReport:
     """Replace the `sdpa` attention of a model on a CPU by isotype's compiled loops, if this machine has a compiler.
 
-    On other devices the model keeps `sdpa`, which calls FlashAttention or cuDNN there. If FlashAttention supports the
+    On other devices, the model keeps `sdpa`, which calls FlashAttention or cuDNN there. If FlashAttention supports the
     compute dtype, its variable-length kernel is used for rows that were concatenated to remove their padding. On an NVIDIA
     GPU without a fused kernel for grouped heads, keys and values are repeated for torch's kernel. If the user chose
     `eager` or `flex_attention`, the model keeps this choice. Results differ only by rounding.
 
     Args:
         model: a transformers model, or a model that contains one (a PEFT model); changed in place.
-        device: if the model has no weights, the kind of device to prepare it for (`"cpu"`, `"cuda"`).
+        device: kind of device (`"cpu"`, `"cuda"`) for which a model without weights is prepared.
 
     Returns:
         A report of the decision and its reason.
@@ -144,9 +144,11 @@ def _put(model: nn.Module, name: str, report: AttentionReport) -> AttentionRepor
 
 
 def _with_repeated_heads(model: nn.Module, profile: DeviceProfile, dtype: torch.dtype) -> AttentionReport:
-    """Repeat keys and values if this enables a fused kernel for `dtype`, or else report why attention is slow."""
+    """Repeat keys and values if this enables a fused kernel for `dtype`. Otherwise, report why attention is slow."""
     if not needs_repeated_heads(profile, dtype):
-        slow = f"{profile.title} has no fused kernel for {dtype_name(dtype)}: all scores are stored (float32)"
+        slow = (
+            f"{profile.title} has no fused kernel for {dtype_name(dtype)}, so all scores are stored (float32)"
+        )
         return AttentionReport(False, slow, slow=slow)
     reason = _why_not_registered(_owners(model))
     if reason is not None:
@@ -176,7 +178,7 @@ def _with_lengths(
 
 
 def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Tensor) -> Unpadded | None:
-    """Return a batch without its padding, or None if attention needs the padding or if removing it saves no time.
+    """Return a batch without its padding; None if attention needs the padding, or if removing it saves no time.
 
     Args:
         read: True at the positions whose results the caller needs, bool `[rows, length]`.
@@ -187,13 +189,13 @@ def without_padding(model: nn.Module, inputs: Mapping[str, Any], read: torch.Ten
 
 
 def packed_by_lengths(model: nn.Module, inputs: Mapping[str, Any]) -> Sequences | None:
-    """Return the sequences of a packed batch, or None if the model's attention does not use sequence lengths."""
+    """Return the sequences of a packed batch; None if the model's attention does not use sequence lengths."""
     report = _reports.get(model)
     return packed(inputs) if report is not None and report._undo and report.by_lengths else None
 
 
 def sides_of(model: nn.Module) -> frozenset[str]:
-    """Return the sides of rows on which padding can be removed; an empty set if the attention is not isotype's."""
+    """Return the sides of rows from which padding can be removed; an empty set if isotype does not compute the attention."""
     report = _reports.get(model)
     if report is None or not report._undo:
         return frozenset()
@@ -258,7 +260,8 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute a layer's attention by compiled loops. The signature is that of transformers' `AttentionInterface`.
+    """Compute a layer's attention by compiled loops. The signature is the signature of transformers'
+    `AttentionInterface`.
 
     Args:
         query: `[batch, query heads, queries, head]`.
@@ -325,8 +328,8 @@ def lengths_attention_forward(
     """Compute attention by a variable-length kernel if the mask is a `Sequences`, else by `sdpa`.
 
     Arguments and results are those of `attention_forward`. If the kernel does not support a call, `sdpa` computes it
-    with a mask that is made from the sequences. Raises NotImplementedError if the layer's window differs from the mask's
-    window, as in layers with chunked attention.
+    with a mask that is made from the sequences. Raises NotImplementedError if the window of the layer differs from the
+    window of the mask, as in layers with chunked attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -349,7 +352,7 @@ def lengths_attention_forward(
 
 
 def _under_autocast(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the inputs cast to autocast's dtype, as torch's kernel casts them."""
+    """Return the inputs cast to autocast's dtype, because torch's kernel also casts them."""
     low = autocast_dtype(inputs[0].device.type)
     return inputs if low is None else tuple(x.to(low) for x in inputs)
 

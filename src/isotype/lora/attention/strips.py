@@ -1,6 +1,7 @@
-"""Computes attention by compiled loops (strips.cpp) for a few queries at a time. Their scores fit into a core's caches.
+"""Computes attention by compiled loops (strips.cpp) for a few queries at a time. The scores of these queries fit into
+the caches of a core.
 
-The loops sum products of 16-bit matrices in float32; torch has no CPU operator for such products.
+The loops sum products of 16-bit matrices in float32, because torch has no CPU operator for such products.
 """
 
 import ctypes
@@ -30,9 +31,10 @@ _CALL = struct.Struct(f"=9qf4xq{4 * len(_MATRICES)}q3q")
 
 
 def attention_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype for attention's products: float32 if `x` is float16 or emulated bfloat16, else the dtype of `x`.
+    """Return the dtype for the products of attention: float32 if `x` is float16 or emulated bfloat16, else the dtype of
+    `x`.
 
-    In float16 the gradients of the scores would overflow, because they are multiplied by the loss scale.
+    In float16, the gradients of the scores would overflow, because they are multiplied by the loss scale.
     """
     return torch.float32 if x.dtype == torch.float16 else working_dtype(x.dtype, x)
 
@@ -45,19 +47,20 @@ def attention(
     scale: float | None = None,
     work: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return softmax(scale q kᵀ + mask) v, `[batch, query heads, queries, value head]`; zero for queries without keys.
+    """Return softmax(scale q kᵀ + mask) v, `[batch, query heads, queries, value head]`. It is zero for queries without
+    keys.
 
     Scores, softmax, the gradients of both and all sums are float32. If compiled loops support the dtype `work`, they
-    round operands of products to `work`, as torch's kernel does: probabilities and gradients of scores. If a masked key
-    or value is not finite, the result may be NaN, as in torch's kernel.
+    round operands of products (probabilities and gradients of scores) to `work`, as torch's kernel does. If a masked
+    key or value is not finite, the result may be NaN, as in torch's kernel.
 
     Args:
         q: `[batch, query heads, queries, head]`, in any layout.
-        k: `[batch, key heads, keys, head]`; the query heads are a multiple of the key heads.
-        v: `[batch, key heads, keys, value head]`; all three have one dtype.
+        k: `[batch, key heads, keys, head]`. The number of query heads is a multiple of the number of key heads.
+        v: `[batch, key heads, keys, value head]`. All three tensors have the same dtype.
         plan: the keys and the mask of each query.
         scale: None means 1 / √head.
-        work: dtype of the products; None means `attention_dtype(q)`.
+        work: dtype of the products. None means `attention_dtype(q)`.
 
     Raises:
         ValueError: the shapes or dtypes do not match, the tensors do not fit the plan, or they are float64.
@@ -128,7 +131,8 @@ class _Attention(torch.autograd.Function):
 
 
 def traced(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Return `compute(*inputs)` in a trace; allocate float32 copies of the inputs, because `attention` does, too.
+    """Return `compute(*inputs)` in a trace. Allocate float32 copies of the inputs, because `attention` also allocates
+    them.
 
     Only the inputs are saved. The backward computes the result again.
     """

@@ -1,6 +1,6 @@
 """Torch operators that call the Triton kernels of gated products, RMSNorms and rotary embeddings.
 
-The operators accept fake tensors, too. `isotype.lora.loops.elementwise` has the same functions for a CPU.
+The operators also accept fake tensors. `isotype.lora.loops.elementwise` has the same functions for a CPU.
 """
 
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ def rms_norm(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """Return the gradient of x, in x's dtype. `inverse` is the inverse RMS that `rms_norm` returned."""
+    """Return the gradient of x, in x's dtype. The argument `inverse` is the inverse RMS that `rms_norm` returned."""
     return _rms_norm_backward(grad.contiguous(), x.contiguous(), weight.contiguous(), inverse, offset)
 
 
@@ -40,7 +40,7 @@ def product(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tens
 def product_backward(
     activation: str, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (the product, gradients of `gate` and `up`). `grad` is the product's gradient, and is overwritten."""
+    """Return (the product, gradients of `gate` and `up`). `grad` is the gradient of the product, and is overwritten."""
     written = grad.contiguous()
     d_gate, d_up = _gated_backward(written, gate.contiguous(), up.contiguous(), ACTIVATIONS[activation])
     return written, d_gate, d_up

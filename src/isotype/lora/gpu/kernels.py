@@ -1,4 +1,4 @@
-"""Triton kernels of RMSNorm, gated products and rotary positions; they compute in float32 and round the result once.
+"""Triton kernels of RMSNorm, gated products and rotary positions. They compute in float32 and round the result once.
 
 Offsets are int64, because batches can have more than 2³¹ elements. `isotype.lora.gpu.elementwise` numbers the activations.
 """

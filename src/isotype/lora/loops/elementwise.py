@@ -28,7 +28,7 @@ def compiled() -> bool:
 
 
 def supported(*tensors: Any) -> bool:
-    """Return whether the compiled loops support these tensors: plain CPU tensors that share a shape and dtype."""
+    """Return True if the compiled loops support these tensors: plain CPU tensors that share a shape and a dtype."""
     if not PLAIN.issuperset(map(type, tensors)):
         return False
     first = tensors[0]
@@ -42,14 +42,14 @@ def supported(*tensors: Any) -> bool:
 
 
 def usable(*tensors: torch.Tensor) -> bool:
-    """Return whether the compiled loops can compute with these tensors. The loops have no backward for autograd."""
+    """Return True if the compiled loops can compute with these tensors. The loops have no backward for autograd."""
     return supported(*tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def silu_product_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (the product, gradients of `gate` and `up`). `grad` is the product's gradient, and is overwritten."""
+    """Return (the product, gradients of `gate` and `up`). `grad` is the gradient of the product, and is overwritten."""
     product = grad.contiguous()
     d_gate, d_up = _silu_product_backward(product, gate.contiguous(), up.contiguous())
     return product, d_gate, d_up
@@ -65,7 +65,7 @@ def rms_norm(
 def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, offset: float = 0.0
 ) -> torch.Tensor:
-    """Return the gradient of x. `inverse` is the second result of `rms_norm`."""
+    """Return the gradient of x. The argument `inverse` is the second result of `rms_norm`."""
     return _rms_norm_backward(
         grad.contiguous(), x.contiguous(), _factor(weight, offset), inverse.contiguous()
     )
@@ -118,7 +118,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = F
     """Apply rotary positions to x `[batch, heads, tokens, dim]`. The result has x's memory layout.
 
     The halves (a, b) of a head become (a cos - b sin, b cos + a sin); `cos` and `sin` are `[batch or 1, tokens, dim]` in
-    x's dtype. If `back` is True, `x` is a gradient of `rotate`'s result, and is rotated back.
+    x's dtype. If `back` is True, `x` is a gradient of the result of `rotate`, and is rotated back.
     """
     out, cos, sin = torch.empty_like(x), cos.contiguous(), sin.contiguous()
     if x.stride(-1) != 1 or out.stride(-1) != 1:

@@ -16,7 +16,7 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 @dataclass(frozen=True)
 class Loops:
-    """The functions compiled from a C++ source for this CPU. If they could not be compiled, `reason` says why."""
+    """The functions compiled from a C++ source for this CPU. If the functions could not be compiled, `reason` is a clause that says why."""
 
     reason: str | None
     library: ctypes.CDLL | None = None
@@ -25,7 +25,7 @@ class Loops:
         return dtype in NAMES and hasattr(self.library, f"{name}_{NAMES[dtype]}")
 
     def run(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
-        """Call the loop `name` for a dtype, and pass ints as int64, Python floats as C floats, and tensors as addresses."""
+        """Call the loop `name` for a dtype. Pass ints as int64, Python floats as C floats, and tensors as addresses."""
         function: Any = getattr(self.library, f"{name}_{NAMES[dtype]}")
         if function.argtypes is None:
             types = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}

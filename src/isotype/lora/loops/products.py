@@ -25,7 +25,7 @@ compiled_products = cache(partial(loops_of, *_FILES))
 """Returns the compiled loops. The first call on a machine compiles for some seconds."""
 
 FEWEST = 64
-"""The compiled loops need at least this many rows. With fewer rows, packing the weight for each product costs too much."""
+"""The compiled loops need at least this many rows. With fewer rows, packing the weight for each product takes too long."""
 
 
 class Sum(NamedTuple):
@@ -33,9 +33,9 @@ class Sum(NamedTuple):
 
     Attributes:
         out: `[rows, columns]`, in the dtype of the matrices or float32.
-        terms: left `[rows, depth]` and right `[depth, columns]` of each product. There is at least one product, and
-            small products come first (see `write_sums`). Without a bias, `terms` may be an iterator that creates a
-            product's matrices on demand.
+        terms: left `[rows, depth]` and right `[depth, columns]` of each product. There is at least one product, and small
+            products come first (see `write_sums`). Without a bias, `terms` may be an iterator that creates the matrices of a
+            product on demand.
         bias: `[columns]`, or None.
     """
 
@@ -46,7 +46,7 @@ class Sum(NamedTuple):
 
 
 def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
-    """Return whether the compiled loops support products of `x` in a dtype, and are as fast as torch on this machine."""
+    """Return True if the compiled loops support products of `x` in a dtype, and are as fast as torch on this machine."""
     return (
         not needs_operators()
         and x.device.type == "cpu"
@@ -59,7 +59,7 @@ def is_used(dtype: torch.dtype, x: torch.Tensor) -> bool:
 
 @cache
 def _are_fast(dtype: torch.dtype) -> bool:
-    """Return whether the loops are as fast as torch: on x86 CPUs with AVX2, except for bfloat16 if torch uses AMX."""
+    """Return True if the loops are as fast as torch: on x86 CPUs with AVX2, except for bfloat16 if torch uses AMX."""
     return bool(compiler_options()) and not (dtype == torch.bfloat16 and multiplies_by_amx())
 
 
@@ -67,10 +67,10 @@ def write_sums(sums: Iterable[Sum], *, compiled: bool) -> None:
     """Compute sums of products of matrices of one dtype on one device, without derivatives.
 
     Args:
-        sums: the sums to compute; no sum reads another sum's result. An iterator may create the sums on demand.
-        compiled: True to use the compiled loops if they support all sums (see `is_used`). Torch's operators round a sum
-            after each product, except for float32 sums on some GPUs (`isotype.lora.kernels`). Because of this rounding,
-            small terms come first, and a (large) bias comes last.
+        sums: the sums to compute. No sum reads the result of another sum. An iterator may create the sums on demand.
+        compiled: True to use the compiled loops if they support all sums (see `is_used`). torch's operators round a sum after
+            each product, except for float32 sums on some GPUs (`isotype.lora.kernels`). Because of this rounding, small terms
+            come first, and a (large) bias comes last.
 
     Raises:
         RuntimeError: torch's error for matrices that do not match.

@@ -1,1 +1,1 @@
-"""Computes log-probabilities chunk by chunk, without the full logits; also replaces the head in TRL's forward."""
+"""Computes log-probabilities chunk by chunk, without the full logits. Also replaces the head in TRL's forward."""

@@ -5,13 +5,13 @@ With y = W h + b, cap(x) = softcap tanh(x / softcap), z = cap(scale y) / tempera
     log p_t = z_t - logsumexp(z)
     d log p_t / d h = sum_j (1[j = t] - p_j) (dz_j / dy_j) W_j
 
-A token's log-probability depends only on its own hidden state. The forward already computes the hidden states' gradient,
-and the backward multiplies each token's gradient by the incoming gradient. If the entropy is differentiated or the head
-is trained, the backward recomputes the logits. A chunk has all logits of its tokens, so each hidden state's gradient is
-one matrix product, and is rounded once.
+A token's log-probability depends only on its own hidden state. The forward already computes the gradients of the hidden
+states. The backward multiplies the gradient of each token by the incoming gradient. If the entropy is differentiated or
+the head is trained, the backward recomputes the logits. A chunk has all logits of its tokens. The gradient of each
+hidden state is therefore one matrix product, and is rounded once.
 
-The target's logit is also computed in float32, because its rounding error would be an error of the log-probability. A
-logit of 20 has a rounding error up to 0.06 in bfloat16.
+The logit of the target is also computed in float32, because its rounding error would be an error of the
+log-probability. A logit of 20 has a rounding error up to 0.06 in bfloat16.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from isotype.lora.loss.logits import Call, Head, Scratch, add_outer
 from isotype.lora.loss.softmax import gradient, softmax, write_scaled
 
 OUTPUTS = ("entropy", "logsumexp", "mean_logits", "log_sum_sq_probs", "is_top1")
-"""Names of the optional results of `log_probs`. All but the last two can be differentiated."""
+"""Names of the optional results of `log_probs`. All results except the last two can be differentiated."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PerToken:
 
     Attributes:
         mean_logits: mean of the logits over the vocabulary.
-        log_sum_sq_probs: logarithm of the sum of p² over the vocabulary; it has no gradient.
+        log_sum_sq_probs: logarithm of the sum of p² over the vocabulary. It has no gradient.
         is_top1: True where the target has the largest logit, and no smaller token id has the same logit; bool `[N]`.
     """
 
@@ -59,12 +59,12 @@ def log_probs(
     """Return the log-probability of each target, given its hidden state, and the results named in `outputs`.
 
     Args:
-        head: the language-model head; weight and bias get gradients if they require them.
+        head: the language-model head. Its weight and bias get gradients if they require them.
         hidden: hidden states `[N, H]` in any float dtype.
         targets: int64 `[N]`, each in `[0, V)`.
-        gradients: names of the results that may be differentiated. If there is a name besides `log_probs`, the backward
+        gradients: names of the results that may be differentiated. If it contains another name than `log_probs`, the backward
             recomputes the logits.
-        working: dtype of the products; None means autocast's dtype if autocast is on, else the weight's dtype.
+        working: dtype of the products. None means autocast's dtype if autocast is on, else the dtype of the weight.
 
     Raises:
         RuntimeError: in the backward, a result that `gradients` does not name gets a nonzero gradient.
@@ -158,7 +158,7 @@ def _forward(
     *,
     ahead: bool,
 ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
-    """Return (results by name, None); if `ahead`, return (results, (hidden states' gradients, factor of each row))."""
+    """Return (results by name, None). If `ahead` is True, return (results, (gradients of the hidden states, factor of each row))."""
     tokens = hidden.shape[0]
     names = {"log_probs", "logsumexp", *call.outputs} | (call.gradients & {"entropy"})
     dtypes = {name: torch.bool if name == "is_top1" else torch.float32 for name in names}

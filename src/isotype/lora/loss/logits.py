@@ -43,7 +43,7 @@ class Head:
 
 
 def head_of(model: Any, temperature: float = 1.0) -> Head:
-    """Return the head of a causal language model, with a dense weight even if the model's weight is quantized or sharded.
+    """Return the head of a causal language model. Its weight is dense even if the model's weight is quantized or sharded.
 
     Args:
         model: a transformers model with output embeddings, without PEFT's wrapper.
@@ -100,7 +100,7 @@ class Call:
 
     @property
     def slope(self) -> float:
-        """Derivative of the final logits by the projection, without the soft cap's factor."""
+        """Derivative of the final logits with respect to the projection, without the factor of the soft cap."""
         return self.scale / self.temperature
 
 
@@ -110,8 +110,8 @@ class Scratch:
     Attributes:
         weight, bias: as in `Head`.
         logits: `[chunk, V]` in the working dtype. Rows of gradients overwrite the logits.
-        values: a block's logits as float32 `[block, V]`; later values overwrite these logits.
-        other, slope: exponentials and the soft cap's derivatives, float32 `[block, V]`; None if they are not needed.
+        values: the logits of a block as float32 `[block, V]`, which later values overwrite.
+        other, slope: exponentials and the derivatives of the soft cap, float32 `[block, V]`; None if they are not needed.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Scratch:
                 return  # a trace needs one block: all blocks share memory, and their operators have no counted FLOPs
 
     def _parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield (rows, weight of these rows in the working dtype); all rows at once if the weight needs no cast."""
+        """Yield (rows, weight of these rows in the working dtype). If the weight needs no cast, yield all rows at once."""
         dtype = self.call.working
         if self.weight.dtype == dtype:
             yield slice(0, self.weight.shape[0]), self.weight
@@ -161,7 +161,7 @@ class Scratch:
             yield part, self.weight[part].to(dtype)
 
     def project(self, x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (W x + b in the working dtype, the targets' logits, which are computed in float32)."""
+        """Return (W x + b in the working dtype, the logits of the targets, which are computed in float32)."""
         bias, dtype, logits = self.bias, self.call.working, self.logits[: len(x)]
         compiled = is_used(dtype, x)
         for part, matrix in self._parts():
@@ -185,7 +185,7 @@ class Scratch:
         out.copy_(total)
 
     def scaled(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (a block's final logits, the soft cap's derivatives or None), both in buffers."""
+        """Return (the final logits of a block, the derivatives of the soft cap or None). Both are in buffers."""
         n = logits.shape[0]
         slope = None if self.slope is None else self.slope[:n]
         return scale_and_cap(self.call, self.values[:n].copy_(logits), slope), slope
@@ -214,7 +214,7 @@ def scale_and_cap(call: Call, values: torch.Tensor, slope: torch.Tensor | None) 
 
 
 def add_outer(rows: torch.Tensor, x: torch.Tensor, factor: torch.Tensor, total: torch.Tensor) -> None:
-    """Add `rows^T (factor x)` to the float32 `total`. `factor x` is scaled, so it cannot overflow in x's dtype."""
+    """Add `rows^T (factor x)` to the float32 `total`. Because `factor x` is scaled, it cannot overflow in the dtype of x."""
     scaled = x.float() * factor[:, None]
     largest = scaled.abs().amax().clamp_min(1e-30)
     scaled = (scaled / largest).to(x.dtype)

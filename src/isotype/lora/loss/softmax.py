@@ -55,8 +55,7 @@ def softmax(
         targets: int64 `[n]`, each in `[0, V)`.
         outputs: name -> contiguous result `[n]`.
 
-    Returns:
-        The factor of each row of gradients, float32 `[n]`; None if `ahead` is False.
+    Returns: The factor of each row of gradients, float32 `[n]`; None if `ahead` is False.
     """
     call = scratch.call
     if call.softcap is None and _is_by_loops(logits, exact, targets):
@@ -135,7 +134,8 @@ def gradient(
     results: Mapping[str, torch.Tensor],
     gradients: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return the loss's gradient with respect to the logits y = W h + b of a block of tokens: float32 `[block, V]`, in a buffer.
+    """Return the gradient of the loss with respect to the logits y = W h + b of a block of tokens: float32 `[block, V]`, in a
+    buffer.
 
     With p = softmax(z) and target t: d log p_t / dz_j = 1[j = t] - p_j; d entropy / dz_j = -p_j (log p_j + entropy); d
     logsumexp / dz_j = p_j. `results`: the forward's log-probabilities, logsumexp and entropy; `gradients`: their

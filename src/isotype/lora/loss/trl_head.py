@@ -1,11 +1,11 @@
-"""Replaces TRL's fused language-model head by isotype's.
+"""Replaces TRL's fused language-model head by isotype's head.
 
 `add_fused_lm_head` of TRL 1.16 replaces a model's forward. With `fused_lm_head=True` the new forward returns
 log-probabilities instead of logits. SFT, DPO, KTO, GRPO and RLOO call this forward for every batch. On a CPU, isotype's
-loss is five times as fast as TRL's (`benchmarks/loss.py`). On a GPU, TRL's Triton kernel computes three products of the
-head's weight, and isotype two. TRL's kernel also rounds logits to 16 bits. TRL's head reads no quantized weight, and
-its results are wrong if a model's own head does more than a projection. isotype's forward also returns a
-`FusedCausalLMOutput`, and passes calls without `fused_lm_head=True` on to the model's forward.
+loss is five times as fast as TRL's (`benchmarks/loss.py`). On a GPU, TRL's Triton kernel computes three products with
+the weight of the head, and isotype computes two. TRL's kernel also rounds logits to 16 bits. TRL's head reads no
+quantized weight, and its results are wrong if a model's own head does more than a projection. isotype's forward also
+returns a `FusedCausalLMOutput`. It passes calls without `fused_lm_head=True` on to the model's forward.
 """
 
 import inspect
@@ -35,7 +35,7 @@ from isotype.precision.devices.simulated import has_value, working_dtype
 
 _PACKED = "_isotype_packed_rows"
 _HEAD = "_isotype_head"
-"""Attribute of isotype's forward that contains the `_HeadRequest`."""
+"""Name of the attribute of isotype's forward that contains the `_HeadRequest`."""
 
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _NAMES = ("loss", *_PER_TOKEN, "label_mask", "aux_loss")
@@ -49,10 +49,10 @@ class _HeadRequest:
     Attributes:
         temperature, cast_lm_head_to_fp32, outputs: TRL's arguments.
         gradients: names of results that the trainer may differentiate.
-        autocast: function that returns the context in which the head runs. If accelerate has wrapped the model's
-            forward in autocast, the context is this autocast.
-        result: class of the forward's result. Trainers need TRL's class. Checks without a trainer use `_Output`,
-            because importing TRL takes seconds.
+        autocast: function that returns the context in which the head runs. If accelerate has wrapped the model's forward in
+            autocast, the context is this autocast.
+        result: class of the result of the forward. Trainers need TRL's class. Checks without a trainer use `_Output`, because
+            importing TRL takes seconds.
     """
 
     temperature: float
@@ -65,7 +65,7 @@ class _HeadRequest:
 
 
 def use_own_head(trainer: Any) -> None:
-    """Replace TRL's head by isotype's in a new TRL trainer's models. Under ZeRO-3, TRL's head stays: it gathers shards."""
+    """Replace TRL's head by isotype's in a new TRL trainer's models. Under ZeRO-3, TRL's head stays, because it gathers shards."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from trl.trainer.utils import FusedCausalLMOutput
 
@@ -96,7 +96,7 @@ def use_own_head(trainer: Any) -> None:
 
 
 def goes_by_lengths(model: Any) -> bool:
-    """Return whether a model's attention needs no full mask, so that concatenated rows are as fast as separate rows."""
+    """Return True if a model's attention needs no full mask, so that concatenated rows are as fast as separate rows."""
     return attention_of(model.config.get_text_config()) not in (None, "eager", "sdpa", NAME, REPEATED)
 
 
@@ -112,7 +112,7 @@ def take_packed_rows(trainer: Any) -> bool:
     """Let a trainer's models accept packed rows (several documents) that come with positions and a padding mask.
 
     transformers uses positions to separate documents only if there is no mask. isotype's forward uses the mask only for a
-    router's loss, and to count tokens. Returns False without any change if isotype's forward does not compute the loss.
+    router's loss, and to count tokens. Returns False and changes nothing if isotype's forward does not compute the loss.
     """
     models = list(_models(trainer))
     packed = all(hasattr(getattr(model.forward, "__func__", None), _HEAD) for model in models)
@@ -141,7 +141,7 @@ _MORE = ("aya_vision", "chameleon", "cohere2_vision", "inkling_mm_model", "inkli
 
 
 def _projects(model: Any) -> bool:
-    """Return whether the head only projects the backbone's output. Heads of BERT-like models have more layers."""
+    """Return True if the head only projects the output of the backbone. Heads of BERT-like models have more layers."""
     if model.config.model_type in _MORE:
         return False
     backbone, head = model.base_model, model.get_output_embeddings()

@@ -6,8 +6,8 @@ Each token t goes to experts e with the routing weights w. Each product has adap
     y = g(h) V_e + c_e + Σ_a s_a (drop_a(g(h)) A'_ae) B'_ae    g: the gated product, or the activation
     out_t = Σ_e w_te y_te
 
-Tokens are sorted by expert once. Activations are multiplied by A and then by B, so no adapter's weight delta is computed.
-Only experts with tokens are read, a few at a time.
+Tokens are sorted by expert once. Activations are multiplied by A and then by B. The weight delta of an adapter is never
+computed. Only the weights of experts with tokens are read, a few experts at a time.
 
 The forward saves x, h and the small products with A. The backward computes g(h) and the dropout masks again, but not y.
 With V' for V and its adapters, y = g(h) V' + c. The gradient of w is ∂L/∂w = ⟨∂L/∂out, y⟩ = ⟨∂L/∂out V'ᵀ, g(h)⟩ +
@@ -29,9 +29,9 @@ from isotype.model.repeated_layers import representing
 from isotype.precision.devices.simulated import device_type_of
 
 _DENSE_BYTES = 1 << 27
-"""Maximum bytes of quantized experts' weights that are dense at a time."""
+"""Maximum bytes of the weights of quantized experts that are dense at a time."""
 _ROWS = 512
-"""Rows of a grouped product on a CPU. With fewer rows, calls are too slow; more rows exceed the caches."""
+"""Rows of a grouped product on a CPU. With fewer rows, the calls take too long. More rows do not fit into the caches."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Product:
         inputs_first: True for weights `[experts, in, out]` (x W), False for weights `[experts, out, in]` (x Wᵀ).
         bytes: size of an expert's dense weight if weights are quantized, else 0.
         bias: the frozen bias `[experts, out]`, or None.
-        sizes: d1 and d2 if the weights are quantized, else empty.
+        sizes: d1 and d2 if the weights are quantized; empty for other weights.
     """
 
     weights: Callable[[int, int], torch.Tensor]
@@ -70,7 +70,8 @@ class Experts:
         up, down: `up` is the product with the gate and up weights, `down` the product with the down weights.
         gate: the activation or gated product, a function of h `[rows, …]`.
         working: dtype in which products are computed.
-        normed: norm of the experts' outputs `[rows, out]` before these are multiplied by routing weights; or None.
+        normed: norm of the outputs of the experts `[rows, out]` before they are multiplied by routing weights; None without a
+    norm.
     """
 
     up: Product
@@ -98,10 +99,11 @@ def experts_output(
 
     Args:
         x: `[tokens, in]`, any float dtype.
-        index: the numbers of each token's experts, integers `[tokens, k]`. `spec.count` and larger numbers mean no expert.
+        index: the numbers of each token's experts, integers `[tokens, k]`. The value `spec.count` and larger numbers mean no
+            expert.
         scores: `[tokens, k]` routing weights in any float dtype; None if all weights are 1.
-        factors: A `[experts, in, r]` and B `[experts, r, out]` of each adapter, in any float dtype and layout: first the
-            adapters of `up`, then those of `down`.
+        factors: A `[experts, in, r]` and B `[experts, r, out]` of each adapter, in any float dtype and layout. The adapters of
+            `up` come first, and then the adapters of `down`.
     """
     saves = torch.is_grad_enabled()
     # Gradient checkpointing restores the CPU's generator. Its state is read without waiting for the device.
@@ -113,10 +115,10 @@ def experts_output(
 
 @dataclass(frozen=True)
 class _Group:
-    """The experts `first` to `stop - 1`, with their rows `begin` to `end - 1`; all rows are sorted by expert.
+    """The experts `first` to `stop - 1`, with their rows `begin` to `end - 1`. All rows are sorted by expert.
 
-    `offsets` (int32) are the ends of the experts' rows, counted from `begin`; None for a single expert. In a trace, the
-    group represents `times` groups of equal size.
+    `offsets` (int32) contains the ends of the rows of each expert, counted from `begin`; None for a single expert. In a
+    trace, the group represents `times` groups of equal size.
     """
 
     first: int
@@ -148,7 +150,7 @@ class _Group:
             out[self.first] = left.t() @ right
 
     def each_row(self, per_expert: torch.Tensor) -> torch.Tensor:
-        """Return each row's vector in `per_expert`, by its expert: `[n, out]`; `[1, out]` for a single expert."""
+        """Return the vector in `per_expert` of the expert of each row, `[n, out]`; `[1, out]` for a single expert."""
         vectors = per_expert[self.experts]
         if self.offsets is None:
             return vectors
@@ -173,7 +175,7 @@ def _sorted(
 
 
 def _representatives(groups: Sequence[_Group]) -> Iterator[_Group]:
-    """Yield the first group, then one group of each run of groups with equal numbers of experts and rows."""
+    """Yield the first group, and then one group for each run of groups with equal numbers of experts and rows."""
     yield from groups[:1]
     for _, run in groupby(groups[1:], lambda group: (group.stop - group.first, group.end - group.begin)):
         same = list(run)
@@ -194,7 +196,7 @@ _ALIGNED = 8
 
 
 def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch's grouped product accepts these operands: sizes are aligned, and none is float64."""
+    """Return True if torch's grouped product accepts these operands: sizes are aligned, and no operand is float64."""
     sizes = [x.shape[1], *(size for factor in factors for size in factor.shape[1:])]
     for product in (spec.up, spec.down):
         sizes += product.sizes or product.weights(0, 1).shape[1:]
@@ -202,7 +204,7 @@ def _can_be_grouped(spec: Experts, x: torch.Tensor, factors: Sequence[torch.Tens
 
 
 def _groups(counts: Sequence[int], together: int) -> Iterator[_Group]:
-    """Yield groups of up to `together` experts; experts without rows are left out. `counts`: number of rows of each expert."""
+    """Yield groups of up to `together` experts. Experts without rows are omitted. `counts`: number of rows of each expert."""
     ends = [0, *accumulate(counts)]
     for first in range(0, len(counts), together):
         stop = min(first + together, len(counts))
@@ -222,7 +224,7 @@ def _with_offsets(group: _Group, counts: Sequence[int], device: torch.device) ->
 class _Low:
     """An adapter of one product, with A `[experts, in, r]` and B `[experts, r, out]` in the working dtype.
 
-    A backward writes the gradients of A and B into `d_a` and `d_b`; None if they are not needed.
+    A backward writes the gradients of A and B into `d_a` and `d_b`. These are None if the gradients are not needed.
     """
 
     scale: float
@@ -293,7 +295,7 @@ class _Adapted:
 
 
 def _as_matrices(factor: torch.Tensor) -> torch.Tensor:
-    """Return a factor `[experts, m, n]` in a memory layout that matrix products can read; copied only if necessary."""
+    """Return a factor `[experts, m, n]` in a memory layout that matrix products can read. It is copied only if necessary."""
     if 1 in factor.stride()[1:]:
         return factor
     rows_first = factor.stride(1) >= factor.stride(2)

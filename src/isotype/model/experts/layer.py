@@ -1,8 +1,8 @@
-"""Swaps the classes of experts and their PEFT adapters, so that `isotype.model.experts.compute` computes them.
+"""Replaces the classes of experts and their PEFT adapters, so that `isotype.model.experts.compute` computes them.
 
 PEFT (0.21) wraps an experts module in nested `ParamWrapper`s, one for each adapted weight, and computes every expert's
-delta (`lora/layer.py`). After the swap, the outermost wrapper reads the adapters of all wrappers and multiplies activations
-by them.
+delta (`lora/layer.py`). After this replacement, the outermost wrapper reads the adapters of all wrappers, and multiplies
+activations by them.
 """
 
 from collections.abc import Iterator
@@ -39,8 +39,8 @@ class Layout:
         up: name of the weight of the first product.
         inputs_first: True for weights `[experts, in, out]`, False for `[experts, out, in]`.
         normed: True if a norm is applied to the outputs before the routing weights.
-        routed: True if the module gets each token's experts and routing weights. Otherwise its input has all tokens of
-            the first expert, then equally many of the second, and so on.
+        routed: True if the module gets the experts and routing weights of each token. Otherwise, its input contains all tokens
+            of the first expert, then equally many of the second expert, and so on.
     """
 
     up: str
@@ -51,7 +51,7 @@ class Layout:
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """Return the layout of a transformers (5.23) experts module, including Llama 4's; None for another module."""
+    """Return the layout of a transformers (5.23) experts module, including Llama 4's module; None for other modules."""
     if derives_from(type(module), "Llama4TextExperts"):
         return Layout(_GATED, inputs_first=True, biases=False, normed=False, routed=False)
     if gate_of(module) is None or not hasattr(module, "has_gate") or has_parallel_experts(module):
@@ -61,7 +61,7 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def is_experts_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is PEFT's `ParamWrapper` around an experts module."""
+    """Return True if a module is PEFT's `ParamWrapper` around an experts module."""
     return derives_from(type(module), _WRAPPER) and layout_of(module.get_base_layer()) is not None  # type: ignore[operator]
 
 
@@ -79,7 +79,7 @@ def wrappers_of(outer: Any) -> list[Any]:
 
 
 def base_of(outer: Any) -> Any:
-    """Return the experts module inside the wrapper `outer`; `outer` itself if it is no wrapper."""
+    """Return the experts module inside of the wrapper `outer`; `outer` itself if it is not a wrapper."""
     return _with_wrappers(outer)[-1]
 
 
@@ -97,7 +97,7 @@ def outermost(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def why_not(outer: Any) -> str | None:
-    """Return why experts have to keep their own forward; None if isotype's function can compute them."""
+    """Return the reason why experts have to keep their own forward; None if isotype's function can compute them."""
     wrappers, base = wrappers_of(outer), base_of(outer)
     layout = layout_of(base)
     if layout is None:
@@ -124,7 +124,7 @@ def needs_function(outer: Any) -> bool:
 
 
 class FusedExperts(Swapped):
-    """Base class of experts and wrappers whose forward is isotype's function. `plain` is the class before the swap."""
+    """Base class of experts and wrappers whose forward is isotype's function. `plain` is the original class."""
 
     plain: type[nn.Module]
 
@@ -139,7 +139,7 @@ def _forward_adapted(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if self.training and _drops(self):
         what = f"{type(base_of(self)).__name__}, whose adapters have dropout: {reason}"
         expected = "experts that isotype's function computes, because PEFT's function has no dropout"
-        raise PrecisionError.of("dropout on experts would be left out", what, expected, "lora_dropout 0")
+        raise PrecisionError.of("dropout on experts would have no effect", what, expected, "lora_dropout 0")
     return self.plain.forward(self, x, *args, **kwargs)
 
 
@@ -170,7 +170,7 @@ def _swapped(base: Any) -> Any:
 
 
 def put_in(outer: Any) -> None:
-    """Swap the classes of experts and their wrappers: isotype's function becomes their forward."""
+    """Replace the classes of experts and their wrappers, so that isotype's function becomes their forward."""
     for module in _with_wrappers(outer):
         cls: Any = type(module)
         if not isinstance(module, FusedExperts):
@@ -200,7 +200,7 @@ def use_where_needed(model: nn.Module) -> None:
 
 
 def _why_not_now(outer: Any, inputs: tuple[Any, ...]) -> str | None:
-    """Return why isotype's function cannot compute this call; None if it can."""
+    """Return the reason why isotype's function cannot compute this call; None if it can."""
     base = base_of(outer)
     layout = layout_of(base)
     if layout is None or len(inputs) != (2 if layout.routed else 0):
@@ -222,7 +222,7 @@ def _drops(outer: Any) -> bool:
 
 
 def _is_parametrized_by_others(base: nn.Module) -> bool:
-    """Return whether a weight has a parametrization besides its quantization, as during PEFT's forward."""
+    """Return True if a weight has a parametrization besides its quantization, as during PEFT's forward."""
     lists = getattr(base, "parametrizations", {}).values()
     return any(not isinstance(part, QuantizedStack) for parts in lists for part in parts)
 

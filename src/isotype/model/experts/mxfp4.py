@@ -1,7 +1,7 @@
 """Dequantizes MXFP4 weights of OCP's standard (gpt-oss's experts). 32 codes along the inputs share an exponent.
 
-A code is an E2M1 number: a sign, two exponent bits and a mantissa bit (OCP MX specification 1.0, 5.3.3). A byte has two
-codes, the lower half first.
+A code is an E2M1 number: a sign, two exponent bits and a mantissa bit (OCP MX specification 1.0, 5.3.3). A byte
+contains two codes. The lower half is the first code.
 """
 
 import torch
@@ -13,7 +13,7 @@ E2M1 = torch.cat([_E2M1, -_E2M1])
 """The value of each code, float32 `[16]`."""
 
 _PIECE = 1 << 19
-"""Number of values that a CPU dequantizes at once: few enough for the caches, and enough for all threads."""
+"""Number of values that a CPU dequantizes at once: small enough for the caches, and large enough for all threads."""
 _GPU_PIECE = 1 << 24
 
 

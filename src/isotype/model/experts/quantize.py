@@ -28,7 +28,7 @@ from isotype.precision.policy import PrecisionPolicy, is_pinned
 def formats_of_stacks(
     model: nn.Module, policy: PrecisionPolicy, skipped: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return weight name -> format of each stacked weight that `policy` quantizes, without modules named in `skipped`."""
+    """Return weight name -> format for each stacked weight that `policy` quantizes, without modules in `skipped`."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     formats = {}
@@ -111,7 +111,7 @@ def quantize_parts(
         transposed: True if d1 is the number of input features, False if d2 is that number.
 
     Raises:
-        CheckpointError: the format is mxfp4, which isotype can load, but not produce.
+        CheckpointError: the format is mxfp4. isotype can load this format, but cannot produce it.
     """
     if storage == MXFP4:
         what = f"experts of shape {list(shape)} that are not stored in {storage}"
@@ -151,8 +151,8 @@ def place_quantized(
 def with_constants(blank: QuantizedStack, constants: torch.Tensor) -> QuantizedStack:
     """Return a new parametrization with the settings of `blank` and these constants.
 
-    `constants` are the scales of int8 and mxfp4. For nf4 and fp4, `constants` are float32 `[experts, blocks]`. This
-    function quantizes them to 8 bits if `blank` has 8-bit constants.
+    For int8 and mxfp4, `constants` are the scales. For nf4 and fp4, `constants` are float32 `[experts, blocks]`. If
+    `blank` has 8-bit constants, this function quantizes these constants to 8 bits.
     """
     factors = {"scales": constants}
     if blank.storage not in ("int8", MXFP4):

@@ -1,16 +1,18 @@
-"""Stores stacked expert weights `[experts, d1, d2]` in a quantized format. Each expert is quantized by itself.
+"""Stores stacked expert weights `[experts, d1, d2]` in a quantized format. Each expert is quantized separately.
 
 A quantized stack uses `torch.nn.utils.parametrize`, like bitsandbytes 0.50.
-`module.parametrizations.gate_up_proj.original` is a frozen parameter with the codes. `module.gate_up_proj` gives any
-library the whole dense weight. isotype calls `QuantizedStack.part`, which dequantizes a few experts.
+`module.parametrizations.gate_up_proj.original` is a frozen parameter with the codes. `module.gate_up_proj` returns
+the whole dense weight to any library. isotype calls `QuantizedStack.part`, which dequantizes a few experts.
 
-An expert's codes are a slice along the first dimension. FSDP2 shards the codes along this dimension. The formats are:
+The codes of an expert are a slice along the first dimension. FSDP2 shards the codes along this dimension. The formats
+are:
 
-- 4 bits: uint8 `[experts, d1 * d2 / 2]`, equal to bitsandbytes' codes of the flat weight. No block may have values of
-  two experts: if `d1 * d2` is no multiple of the block size, the weight stays dense (`isotype.core.formats.why_dense`).
-- int8: int8 `[experts, d1, d2]`, and a float32 scale for each output. The scales are `[experts, d1, 1]`, or `[experts,
-  1, d2]` if `is_transposed(module)` is True. A value is `code * scale / 127`.
-- mxfp4: the same bytes as in the checkpoint, see `isotype.model.experts.mxfp4`.
+- 4 bits: uint8 `[experts, d1 * d2 / 2]`, equal to bitsandbytes' codes of the flat weight. No block may contain values
+  of two experts. If `d1 * d2` is not a multiple of the block size, the weight stays dense
+  (`isotype.core.formats.why_dense`).
+- int8: int8 `[experts, d1, d2]`, and a float32 scale for each output. The scales have the shape `[experts, d1, 1]`, or
+  `[experts, 1, d2]` if `is_transposed(module)` is True. A value is `code * scale / 127`.
+- mxfp4: the same bytes as in the checkpoint (see `isotype.model.experts.mxfp4`).
 
 In a state dict, 4-bit codes are `gate_up_proj` `[n, 1]`, with `.absmax`, `.quant_map` and
 `.quant_state.bitsandbytes__nf4`, as in bitsandbytes. int8 codes are `gate_up_proj`, and the scales are
@@ -41,12 +43,13 @@ NESTED = 256
 class QuantizedStack(UncastBuffers):
     """The parametrization of a stacked weight. It stores the quantization constants, and dequantizes the codes.
 
-    The constants are buffers with bitsandbytes' names in a state dict. They move with the model and are never cast.
+    The constants are buffers with bitsandbytes' names in a state dict. The constants move with the model, and are
+    never cast.
 
     Attributes:
         shape: `[experts, d1, d2]` of the dense weight.
-        dtype: dtype of dequantized values, which other code may set.
-        nested: True if a 4-bit weight's constants are quantized to 8 bits.
+        dtype: dtype of dequantized values. Other code may set it.
+        nested: True if the constants of a 4-bit weight are quantized to 8 bits.
         transposed: True if d1 is the input dimension, False if d2 is.
     """
 
@@ -89,7 +92,7 @@ class QuantizedStack(UncastBuffers):
         return dequantize_4bit(codes[start:stop].reshape(-1, 1), self._state(start, stop))
 
     def factors(self) -> tuple[torch.Tensor, ...]:
-        """Return the stack's float constants. If the weight has NaN or infinity, one of the constants is not finite."""
+        """Return the float constants of the stack. If the weight contains NaN or infinity, one of these constants is not finite."""
         constants: Any = self
         if self.nested:
             return constants.nested_absmax, constants.offset
@@ -194,7 +197,7 @@ def _holds_experts(name: str, module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether d1 is the input dimension of a module's stacked weights `[experts, d1, d2]`."""
+    """Return True if d1 is the input dimension of the stacked weights `[experts, d1, d2]` of a module."""
     return bool(getattr(module, "is_transposed", False))
 
 
@@ -229,7 +232,7 @@ def place_stack(module: nn.Module, name: str, codes: torch.Tensor, stack: Quanti
 def adopt_stacks(model: nn.Module) -> list[str]:
     """Replace parametrizations of `bitsandbytes.nn.parametrize` by quantized stacks. Return the names of the weights.
 
-    Codes and constants stay in the same memory. A weight stays as it is if its experts do not fill whole blocks.
+    Codes and constants stay in the same memory. A weight does not change if its experts do not fill whole blocks.
     """
     adopted = []
     for path, module in list(model.named_modules()):
@@ -312,13 +315,13 @@ def saved_stack(
 
 
 _ENDINGS = {MXFP4: ("_blocks", "_scales"), "int8": ("", ".SCB")}
-"""Storage -> endings of the names of codes and scales in a state dict."""
+"""Maps the storage to the endings of the names of codes and scales in a state dict."""
 
 
 def _write_state(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object, *, name: str
 ) -> None:
-    """In a new state dict, give a stack's codes and constants the names in checkpoint files."""
+    """In a new state dict, rename the codes and constants of a stack to their names in checkpoint files."""
     path = f"{prefix}parametrizations.{name}."
     codes = state.pop(f"{path}original", None)
     for constant in [key for key in state if key.startswith(f"{path}0.")]:
@@ -357,7 +360,7 @@ def seen_dense(model: nn.Module) -> Iterator[None]:
     """In the `with` block, dense parameters without memory replace a model's quantized stacks.
 
     PEFT (0.21) nests wrappers of parametrized weights in another order than wrappers of parameters
-    (`_inject_parameters`). With the order of parametrized weights, names in an adapter's file would change.
+    (`_inject_parameters`). With the order of parametrized weights, the names in an adapter's file would change.
     """
     replaced: list[tuple[nn.Module, Any, Any]] = []
     for module in list(model.modules()):

@@ -1,7 +1,7 @@
 """The attention kernel that torch chooses on an NVIDIA GPU in `scaled_dot_product_attention`.
 
-The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.15), in the order of
-`priority_order`:
+The rules are the same as in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.10 to 2.15), in the order
+of `priority_order`:
 
 1. cuDNN's kernel on Hopper and large Blackwell GPUs (capability 9.x and 10.x, with cuDNN 9.15.1 or later, as in
    torch's builds for CUDA 13). This kernel supports masks of any float dtype, and grouped heads in 16 bits.
@@ -31,7 +31,7 @@ _CUDNN_HEAD = 128
 _CUDNN_PAIRS: tuple[tuple[tuple[int, int], Release], ...] = (((192, 128), (2, 10)), ((256, 256), (2, 14)))
 """(query, value) head sizes above `_CUDNN_HEAD` that cuDNN's kernel supports, each with its first torch release."""
 _GROUPED_EFFICIENT: Release = (2, 14)
-"""First release with grouped heads in the memory-efficient kernel: https://github.com/pytorch/pytorch/pull/191085."""
+"""First release with grouped heads in the memory-efficient kernel (https://github.com/pytorch/pytorch/pull/191085)."""
 _ALIGNED = 16
 """The memory-efficient kernel needs rows that are aligned to this number of bytes."""
 
@@ -58,7 +58,7 @@ class AttentionCall:
 
 
 def enabled_attention() -> frozenset[str]:
-    """Return the enabled attention kernels; `torch.nn.attention.sdpa_kernel` and similar switches disable some."""
+    """Return the enabled attention kernels. `torch.nn.attention.sdpa_kernel` and similar functions disable some kernels."""
     cuda = torch.backends.cuda
     switches = {
         "cudnn": cuda.cudnn_sdp_enabled,
@@ -72,7 +72,7 @@ def enabled_attention() -> frozenset[str]:
 def attention_kernel(
     profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE, enabled: Set[str] = KERNELS
 ) -> Kernel | None:
-    """Return the kernel that a torch release uses: one of `enabled`, or "none"; None if the device is no NVIDIA GPU."""
+    """Return the kernel that a torch release uses: one of `enabled`, or "none". Return None if the device is not an NVIDIA GPU."""
     if profile.kind != "cuda":
         return None
     if "cudnn" in enabled and _is_by_cudnn(profile, call, release):
@@ -90,19 +90,19 @@ def attention_kernel(
 
 
 def needs_repeated_heads(profile: DeviceProfile, dtype: torch.dtype, release: Release = RELEASE) -> bool:
-    """Return whether grouped heads must be repeated, because torch has no fused kernel for them on this GPU in `dtype`."""
+    """Return True if grouped heads must be repeated, because torch has no fused kernel for them on this GPU in `dtype`."""
     without = profile.kind == "cuda" and dtype not in profile.flash_attention and dtype in _efficient(profile)
     return without and release < _GROUPED_EFFICIENT
 
 
 def has_faulty_cudnn(profile: DeviceProfile, release: Release = RELEASE) -> bool:
-    """Return whether a torch release has a cuDNN that may return NaN on this GPU (see `may_return_nan`)."""
+    """Return True if a torch release has a cuDNN that may return NaN on this GPU (see `may_return_nan`)."""
     first, last = _NAN_RELEASES
     return profile.kind == "cuda" and profile.capability == _HOPPER and first <= release <= last
 
 
 def may_return_nan(profile: DeviceProfile, call: AttentionCall, release: Release = RELEASE) -> bool:
-    """Return whether the gradients of queries may be NaN for a sequence length of 128 n + 64.
+    """Return True if the gradients of queries may be NaN for a sequence length of 128 n + 64.
 
     On Hopper, cuDNN before 9.26 returns NaN for a call with a mask if all scores of a row are below -88:
     https://github.com/pytorch/pytorch/issues/196678. Newer torch releases have a newer cuDNN.

@@ -1,7 +1,7 @@
-"""The features of a CPU. The features determine which table of accepted dtypes applies to the CPU.
+"""The features of a CPU. These features determine which table of accepted dtypes applies to the CPU.
 
-oneDNN runs convolutions, recurrent layers and 16-bit matmuls: bfloat16 with AVX512 or newer, and float16 with
-AVX512-FP16 or AMX. On other CPUs, torch's own kernels run, which accept other dtypes than oneDNN.
+oneDNN runs convolutions, recurrent layers and 16-bit matmuls. It supports bfloat16 with AVX512 or newer, and float16
+with AVX512-FP16 or AMX. On other CPUs, torch's own kernels run. They accept other dtypes than oneDNN.
 """
 
 import os
@@ -25,7 +25,7 @@ class CpuFeatures:
     Attributes:
         title: model name.
         flags: Linux names of the instruction-set flags (`avx512_bf16`, `asimdhp`); None if unknown.
-        source: where the flags were read, or why they could not be read.
+        source: the place where the flags were read, or the reason why they could not be read.
         machine: architecture by `platform.machine()` (`x86_64`, `aarch64`, `arm64`).
     """
 
@@ -48,7 +48,7 @@ class OneDnn:
     limit: str = ""
 
     def forbids(self, flag: str) -> bool:
-        """Return whether `limit` forbids oneDNN the instructions of an x86 flag (`avx512_bf16`)."""
+        """Return True if `limit` forbids oneDNN the instructions of an x86 flag (`avx512_bf16`)."""
         allowed = _ALLOWED.get(self.limit)
         return allowed is not None and flag not in allowed
 
@@ -108,7 +108,7 @@ def parse_sysctl(text: str) -> CpuFeatures:
 
 
 def parse_capabilities(capabilities: Mapping[str, object]) -> CpuFeatures:
-    """Return the features of `torch.cpu.get_capabilities()`, which newer torch has on every system."""
+    """Return the features in `torch.cpu.get_capabilities()`, which newer torch has on every system."""
     flags = frozenset(key for key, value in capabilities.items() if value is True)
     title = str(capabilities.get("cpu_name", "CPU"))
     machine = str(capabilities.get("architecture", platform.machine()))
@@ -136,7 +136,7 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 
 
 def compiler_options() -> tuple[str, ...]:
-    """Return the C++ compiler options for this CPU, within `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`."""
+    """Return the options of the C++ compiler for this CPU, within `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`."""
     capability: str = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512":
         onednn = this_onednn()
@@ -159,16 +159,16 @@ def this_onednn() -> OneDnn | None:
 
 
 def multiplies_by_amx() -> bool:
-    """Return whether oneDNN multiplies bfloat16 by AMX instructions on this CPU."""
+    """Return True if oneDNN multiplies bfloat16 by AMX instructions on this CPU."""
     onednn = this_onednn()
     return onednn is not None and "amx_bf16" in (this_cpu().flags or ()) and not onednn.forbids("amx_bf16")
 
 
 def why_not_native(dtype: torch.dtype, name: str, features: CpuFeatures, onednn: OneDnn | None) -> str | None:
-    """Return a clause on why matmuls in a 16-bit dtype are slow on a CPU; None if they run in hardware."""
+    """Return a clause that says why matmuls in a 16-bit dtype are slow on a CPU; None if they run in hardware."""
     instructions = CPU_INSTRUCTIONS[dtype]
     if features.flags is None:
-        return f"whether this CPU has {name} instructions is unknown ({features.source})"
+        return f"it is unknown if this CPU has {name} instructions ({features.source})"
     present = features.flags.intersection(instructions)
     if not present:
         return f"this CPU has no {name} instructions (none of {', '.join(instructions.values())})"
@@ -188,12 +188,12 @@ _TABLES: dict[frozenset[torch.dtype], tuple[str, str]] = {
 
 
 def contract_table(features: CpuFeatures, onednn: OneDnn | None) -> tuple[str, str]:
-    """Return (name of the best table of dtypes, a clause on how this CPU differs from the table's CPU or "")."""
+    """Return the name of the best table of dtypes, and a clause on how this CPU differs from the CPU of the table ("" if not)."""
     if onednn is None:
-        return "cpu-avx2", "this torch has no oneDNN, and the tables were measured with oneDNN"
+        return "cpu-avx2", "this torch has no oneDNN, but the tables were measured with oneDNN"
     table, flag = _TABLES.get(onednn.takes, ("cpu-amx", "amx_bf16"))
     if features.machine.lower() not in ("x86_64", "amd64"):
-        return table, f"this is a CPU of type {features.machine}, and the tables were measured on x86 CPUs"
+        return table, f"this is a CPU of type {features.machine}, but the tables were measured on x86 CPUs"
     if onednn.takes not in _TABLES or (flag and features.flags is not None and flag not in features.flags):
         takes = " and ".join(sorted(map(dtype_name, onednn.takes)))
         return table, f"no table was measured on a CPU without {flag} but with {takes} in oneDNN"

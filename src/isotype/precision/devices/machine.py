@@ -38,7 +38,7 @@ _LIBRARIES = {
     "BNBNativeLibrary": "its native CPU library",
     "CudaBNBNativeLibrary": "its native GPU library",
     "XpuBNBNativeLibrary": "its native XPU library",
-    "ErrorHandlerMockBNBNativeLibrary": "PyTorch operators, because its native library does not load",
+    "ErrorHandlerMockBNBNativeLibrary": "PyTorch operators, because its native library cannot be loaded",
 }
 
 
@@ -47,9 +47,9 @@ class BitsandbytesStatus:
     """Result of a trial of bitsandbytes.
 
     Attributes:
-        works: whether quantization works on the device; None if it was not tried.
-        backend: a clause that names bitsandbytes' library; None unless quantization works.
-        message: a clause on why quantization does not work or was not tried; None if it works.
+        works: True if quantization works on the device; None if it was not tried.
+        backend: a clause that names the library of bitsandbytes; None unless quantization works.
+        message: a clause that says why quantization does not work or was not tried; None if it works.
     """
 
     version: str | None
@@ -104,7 +104,7 @@ def gather_doctor_report(device: str | torch.device) -> DoctorReport:
     """Return the state of this machine and its libraries.
 
     Args:
-        device: a device of this machine, or the name of a profile, whose rates are not measured.
+        device: a device of this machine, or the name of a profile. The rates of a profile are not measured.
 
     Raises:
         PrecisionError: the device is unknown or not in this machine.
@@ -157,7 +157,7 @@ def try_bitsandbytes(
 
 
 def read_answer(version: str, answer: Mapping[str, Any]) -> BitsandbytesStatus:
-    """Return the status from a child's `answer`: the class of bitsandbytes' library and the largest error of nf4."""
+    """Return the status from the `answer` of a child process: the class of bitsandbytes' library, and the largest error of nf4."""
     error = answer["nf4_error"]
     if not error <= _NF4_BOUND:  # also for NaN
         changed = f"an nf4 round trip changes values in [-1, 1] by up to {error:.3g}"

@@ -51,7 +51,7 @@ def require_device(name: str) -> None:
 
 
 def apple_chip(name: str) -> tuple[str, ...]:
-    """Return the parts of an Apple chip's name (`M3 Max`: `m3`, `max`); () for another name or a name in `names()`."""
+    """Return the parts of the name of an Apple chip (`M3 Max`: `m3`, `max`); () for other names and for names in `names()`."""
     text = "".join(words_of(name))
     chip = None if text in names() else _APPLE.fullmatch(text)
     return tuple(part for part in chip.groups() if part) if chip else ()
@@ -60,13 +60,13 @@ def apple_chip(name: str) -> tuple[str, ...]:
 def card_of(name: str, number: str = " --devices {}") -> str:
     """Return the key of the record that `name` names. Raise PrecisionError if no record or several records match.
 
-    The error for `2x4090` suggests `4090`, followed by `number`: the format of the argument for several devices.
+    For `2x4090`, the error suggests `4090`, followed by `number`: the format of the argument for several devices.
     """
     cards = _cards(name)
     if len(cards) == 1:
         return cards[0]
     if cards:
-        fix = f"give one of {', '.join(cards)}"
+        fix = f"use one of {', '.join(cards)}"
         raise PrecisionError.of("a name of several devices", f"device {name!r}", "the name of one card", fix)
     fix, swap = did_you_mean(name, profile_names(), "see docs/devices.md, which lists all names"), None
     if (several := re.fullmatch(r"(\d+) ?x ?(.+)", name)) and len(_cards(several[2])) == 1:
@@ -88,7 +88,7 @@ def _cards(name: str) -> list[str]:
 
 @cache
 def words_of(name: str) -> tuple[str, ...]:
-    """Split a card's name into lower-case words without the maker; `80 GiB` becomes `80g`. Return () for other text."""
+    """Split the name of a card into lower-case words without the maker. `80 GiB` becomes `80g`. Return () for other text."""
     name = name.lower().replace("(r)", "").replace("(tm)", "")
     if not _SPELLING.fullmatch(name):
         return ()

@@ -1,9 +1,9 @@
 """Measures the matmul rate of each dtype on this machine within a time limit.
 
-A call computes the two products of a frozen linear layer in a LoRA step, x @ w.T and y @ w. Their rates can differ: on
-a CPU with AVX2, bfloat16 ran at 4.2 and at 1.3 GFLOP/s. A dtype without hardware support can be a hundred times slower
-than another. So the matrices grow only if the next size surely fits the time limit. The dtypes take turns, so that
-other programs slow all dtypes equally.
+A call computes two products of a frozen linear layer in a LoRA step: x @ w.T and y @ w. Their rates can differ. On a
+CPU with AVX2, bfloat16 ran at 4.2 and at 1.3 GFLOP/s. A dtype without hardware support can be a hundred times slower
+than another dtype. Therefore the matrices grow only if the next size certainly fits the time limit. The dtypes take
+turns, so that other programs slow down all dtypes equally.
 """
 
 import statistics
@@ -53,7 +53,8 @@ class MatmulRate:
 
 
 def next_side(side: int, size: int, call_seconds: float, remaining: float, waiting: float = 0.0) -> int:
-    """Return the side length of the next matrices: `2 * side`, but at most `size`; `side` if a call would take too long.
+    """Return the side length of the next matrices: `2 * side`, but at most `size`. Return `side` if a call would take
+    too long.
 
     A call with matrices of `side` took `call_seconds`. Of this time, `waiting` seconds do not depend on the side
     length, and the rest grows with its cube. A call takes too long if it needs more than a quarter of the `remaining`
@@ -69,7 +70,7 @@ def require_present(device: str | torch.device) -> DeviceProfile:
     profile = device_profile(device)
     if not profile.present:
         headline, what = f"{profile.title} is not in this machine", f"device {device}"
-        raise UsageError.of(headline, what, "a device of this machine", "leave the device out")
+        raise UsageError.of(headline, what, "a device of this machine", "omit the device")
     return profile
 
 
@@ -78,7 +79,7 @@ def real_device(device: str | torch.device) -> torch.device:
     profile = device_profile(device)
     if not profile.present:
         headline, actual = "only a device of this machine can be measured", f"device {str(device)!r}"
-        fix = "give auto, cpu or a device that torch finds on this machine"
+        fix = "use auto, cpu or a device that torch finds on this machine"
         raise PrecisionError.of(headline, actual, "a device of this machine", fix)
     return torch.device(profile.name)
 
@@ -112,7 +113,7 @@ def _time_call(operands: tuple[torch.Tensor, torch.Tensor], device: torch.device
 
 @dataclass
 class _Probe:
-    """The measurement of one dtype; an error ends the measurement."""
+    """The measurement of one dtype. An error ends the measurement."""
 
     dtype: torch.dtype
     device: torch.device

@@ -55,25 +55,26 @@ class DeviceProfile:
 
     Attributes:
         name: name of the profile (`"t4"`) or of a real device (`"cpu"`, `"cuda:0"`).
-        kind: the torch backend; ROCm and CUDA are different kinds.
+        kind: the torch backend. ROCm and CUDA are different kinds.
         native: dtypes whose matmuls run in hardware at full rate.
-        emulated: dtype -> why its matmuls run slowly.
-        refused: dtype -> why its matmuls do not run at all.
-        memory_bytes: bytes that torch can use; None if this varies. A GPU's driver reports fewer bytes than are
-            advertised.
-        peak_flops: dtype -> peak rate of dense matmuls in FLOP/s, with float32 accumulation and without TF32. Dtypes
-            without a published rate are missing; emulated ones may have one.
+        emulated: dtype -> the reason why its matmuls run slowly.
+        refused: dtype -> the reason why its matmuls do not run at all.
+        memory_bytes: bytes that torch can use; None if the size varies. The driver of a GPU reports fewer bytes than the
+            advertised size.
+        peak_flops: dtype -> peak rate of dense matmuls in FLOP/s, with float32 accumulation and without TF32. Dtypes without a
+            published rate are missing. Emulated dtypes may have a rate.
         memory_bandwidth: peak bytes per second; None if unknown.
         flash_attention: dtypes in which scaled_dot_product_attention does not store the scores.
         capability: compute capability as in torch.cuda; on ROCm, from the gfx architecture; None for other devices.
         float64_slower: float32's rate divided by float64's; 1 if float64 is native or unsupported.
         speed: dtype -> measured matmul rate divided by the float32 rate; empty if not measured.
-        contracts: name of the table of accepted dtypes if this kind of device has several (`"cpu-avx2"`); else "".
-        unlike: a clause on how this device differs from the device on which the table was measured; "" if it does not.
-        repacks_4bit: whether bitsandbytes repacks 4-bit weights on this device in evaluation mode.
+        contracts: name of the table of accepted dtypes if this kind of device has several tables (`"cpu-avx2"`); else "".
+        unlike: a clause on how this device differs from the device on which the table was measured; "" if it does not differ.
+        repacks_4bit: True if bitsandbytes repacks 4-bit weights on this device in evaluation mode.
         random_rate: random values (dropout masks) per second and thread; None if not measured.
-        page_rate: bytes of zeroed pages that the operating system gives a CPU in a second; None if not measured.
-        steps: rates of whole steps. If it is None, the time of a step is predicted as the sum of its operators' times.
+        page_rate: bytes of zeroed pages that the operating system provides to a CPU per second; None if not measured.
+        steps: rates of whole steps. If `steps` is None, the time of a step is predicted as the sum of the times of its
+    operators.
     """
 
     name: str
@@ -100,7 +101,7 @@ class DeviceProfile:
 
     @property
     def runs_fp8(self) -> bool:
-        """True if transformers' FP8 layers run. For other devices, `from_pretrained` dequantizes the layers."""
+        """True if FP8 layers of transformers run on the device. For other devices, `from_pretrained` dequantizes the layers."""
         return self.kind == "xpu" or (self.capability or (0, 0)) >= (8, 9)
 
     def supports(self, dtype: torch.dtype) -> Support:
@@ -248,13 +249,13 @@ def cpu_profile(features: CpuFeatures, memory_bytes: int | None, onednn: OneDnn 
 
 @cache
 def this_cpu_emulates(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has no instructions for products in `dtype`."""
+    """Return True if this CPU has no instructions for products in `dtype`."""
     known = dtype in CPU_INSTRUCTIONS
     return known and cpu_profile(this_cpu(), None, this_onednn()).supports(dtype) != "native"
 
 
 def _this_memory() -> int | None:
-    """Return the bytes of the machine's memory, or of the container's limit if that is lower; None if unknown."""
+    """Return the bytes of the machine's memory, or of the container's limit if the limit is lower; None if unknown."""
     names: Mapping[str, int] = getattr(os, "sysconf_names", {})  # missing on Windows
     if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= names.keys():
         return None
@@ -270,7 +271,7 @@ def _this_memory() -> int | None:
 def _accelerator(
     name: str, kind: DeviceKind, title: str, memory_bytes: int, support: Mapping[str, Any]
 ) -> DeviceProfile:
-    """Return a card's profile. Its rates are those of the record with the same driver name and the closest memory size."""
+    """Return a card's profile. Return an accelerator's profile. Its rates come from the record with the same driver name and the closest memory size."""
     cards = [_of_record(key) for key, record in records().items() if title in record["driver_names"]]
     unknown = DeviceProfile(name, title, kind, **support, source="no data sheet known for this card")
     sheet = min(cards, key=lambda card: abs((card.memory_bytes or 0) - memory_bytes), default=unknown)
@@ -294,7 +295,7 @@ def xpu_profile(
     title: str, memory_bytes: int, *, matrix_engine: bool, float64: bool, name: str = "xpu"
 ) -> DeviceProfile:
     """Return the profile of an Intel GPU: bfloat16 is native with XMX engines."""
-    emulated = {} if matrix_engine else {_BF16: "no XMX engines: torch converts bfloat16 in software"}
+    emulated = {} if matrix_engine else {_BF16: "no XMX engines, so torch converts bfloat16 in software"}
     refused = {} if float64 else {_F64: "this GPU has no float64 arithmetic"}
     return _accelerator(name, "xpu", title, memory_bytes, _support(emulated, refused))
 
@@ -302,7 +303,7 @@ def xpu_profile(
 def mps_profile(
     title: str, memory_bytes: int | None, name: str = "mps", *, present: bool = True
 ) -> DeviceProfile:
-    """Return the profile of an Apple GPU by the chip's name (`"Apple M2 Pro"`); M3 and later have bfloat16."""
+    """Return the profile of an Apple GPU by the name of the chip (`"Apple M2 Pro"`). M3 and later have bfloat16."""
     generic, chip = _of_record("mps"), re.search(r"\bM(\d+)\b", title)
     emulated = {} if chip is not None and int(chip.group(1)) >= 3 else generic.emulated
     here: dict[str, Any] = {"name": name, "title": f"{title} GPU", "memory_bytes": memory_bytes}

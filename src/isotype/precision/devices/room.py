@@ -9,10 +9,10 @@ from isotype.core.names import format_bytes, free_memory
 from isotype.precision.devices.profile import DeviceProfile
 
 SHARE_OF_GPU = 0.85
-"""Share of a GPU's memory that a step may use. The rest is for the driver, workspaces, and the allocator's gaps."""
+"""Share of a GPU's memory that a step may use. The rest is for the driver, workspaces of kernels, and fragmentation of the allocator."""
 
 SHARE_OF_CPU = 0.5
-"""Share of a CPU's memory that a step may use. The rest is for libraries, data, other programs, and gaps in the heap."""
+"""Share of a CPU's memory that a step may use. The rest is for libraries, data, other programs, and fragmentation of the heap."""
 
 
 @dataclass(frozen=True)
@@ -21,27 +21,27 @@ class Room:
 
     Attributes:
         size: bytes of the device's memory that a step may use; None if unknown.
-        words: where `size` is from, such as a share of the device's memory, or why it is unknown.
+        words: a description of the origin of `size`, such as a share of the device's memory, or the reason why it is unknown.
     """
 
     size: int | None
     words: str
 
     def __str__(self) -> str:
-        """Return the room in words: `20.0 GiB (85 % of NVIDIA GeForce RTX 4090's 23.5 GiB)`."""
+        """Describe the room: `20.0 GiB (85 % of NVIDIA GeForce RTX 4090's 23.5 GiB)`."""
         return self.words if self.size is None else f"{format_bytes(self.size)} ({self.words})"
 
     def holds(self, peak: int) -> bool:
-        """Return whether a step with a memory peak of this many bytes fits; True if the room is unknown."""
+        """Return True if a step with a memory peak of this many bytes fits, or if the room is unknown."""
         return self.size is None or peak <= self.size
 
 
 def room_of(profile: DeviceProfile, *, all_free: bool = False) -> Room:
     """Return the memory available to a step.
 
-    For a device in this machine, the room is a share of the free memory; for another device, of the total memory. All
-    processes that a launcher has started on a machine share its CPU memory equally. `all_free` counts used memory as
-    free. It is for a model that is already on the device.
+    For a device in this machine, the room is a share of the free memory. For other devices, it is a share of the
+    total memory. All processes that a launcher has started on a machine share its CPU memory equally. `all_free`
+    counts used memory as free. It is used if the model is already on the device.
     """
     is_cpu, total = profile.kind == "cpu", profile.memory_bytes
     share, part = (SHARE_OF_CPU, "half") if is_cpu else (SHARE_OF_GPU, f"{100 * SHARE_OF_GPU:.0f} %")

@@ -17,11 +17,11 @@ from isotype.core.operators import operator_name
 from isotype.precision.devices.profile import DeviceProfile, this_cpu_emulates
 
 VALUE = "_isotype_value"
-"""Attribute with the known value of a fake tensor."""
+"""Name of the attribute that contains the known value of a fake tensor."""
 
 
 class OtherThreadError(RuntimeError):
-    """An operator runs in a thread other than the thread of the trace, which cannot record it."""
+    """An operator runs in another thread than the trace, so the trace cannot record the operator."""
 
 
 class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -33,7 +33,8 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         repeats: identity of a fake weight -> how many equal weights of the model it represents.
         native: dtypes that the simulated device multiplies in hardware; empty without a profile.
         thread: identifier of the only thread that may run operators; None before a trace.
-        threaded: the error of the first operator in another thread, which may have ignored the error; None without one.
+        threaded: the error of the first operator in another thread, because that thread may have ignored the error; None
+    without one.
     """
 
     def __init__(self, profile: DeviceProfile | None = None) -> None:
@@ -61,7 +62,7 @@ def device_type_of(x: torch.Tensor) -> str:
 
 
 def is_native(x: torch.Tensor) -> bool:
-    """Return whether the simulated device of a fake tensor multiplies in its dtype; True for other tensors."""
+    """Return True if the simulated device of a fake tensor multiplies natively in its dtype. Return True for other tensors."""
     mode = _mode_of(x)
     return mode is None or x.dtype in mode.native
 
@@ -73,7 +74,7 @@ def gpu_memory(x: torch.Tensor) -> int | None:
 
 
 def represented(weight: torch.Tensor) -> int:
-    """Return how many equal weights of the model a fake weight represents; 1 for a real weight."""
+    """Return the number of equal weights of the model that a fake weight represents; 1 for a real weight."""
     mode = _mode_of(weight)
     return 1 if mode is None else mode.repeats.get(id(weight), 1)
 
@@ -106,5 +107,5 @@ def working_dtype(compute: torch.dtype, x: torch.Tensor) -> torch.dtype:
 
 
 def has_value(fake: torch.Tensor) -> bool:
-    """Return whether a fake tensor's values are known. Traces know values of small tensors that depend on no weight."""
+    """Return True if the values of a fake tensor are known. A trace knows the values of small tensors that depend on no weight."""
     return hasattr(fake, VALUE)

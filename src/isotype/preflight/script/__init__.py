@@ -1,1 +1,1 @@
-"""Scripts under `isotype run`: isotype watches their imports, processes and steps, and prints what it finds."""
+"""Scripts under `isotype run`: isotype records their imports, processes and steps, and prints its findings."""

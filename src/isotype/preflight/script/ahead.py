@@ -1,4 +1,4 @@
-"""Builds the request for a script's step before the step runs. The check runs then, or after a crash."""
+"""Builds the request for a step of a script before this step runs. The check runs before the step, or after a crash."""
 
 import contextlib
 import gc
@@ -40,7 +40,7 @@ _SMALL = 2**20  # elements
 
 
 def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math.inf) -> Report:
-    """Trace a script's step within `seconds`. Try the fixes if all trials are estimated to take at most `trial_seconds`."""
+    """Trace the step of a script within `seconds`. Try the fixes if all trials are estimated to take at most `trial_seconds`."""
     with _unnoticed():
         fake_mode()  # the first fake mode imports parts of torch for seconds, which would count as time of the trace
         report = run(request, verify=False, seconds=seconds, measure=False)
@@ -52,9 +52,11 @@ def look_ahead(request: StepRequest, trial_seconds: float, seconds: float = math
 
 
 def without_tensors(request: StepRequest) -> partial[StepRequest]:
-    """Return a function model -> request. The function keeps neither the request's model nor the float inputs' values.
+    """Return a function from a model to the request. The returned function keeps neither the model of the request nor
+    the values of float inputs.
 
-    It keeps small integer inputs, because their values decide shapes: for example, the grids of Qwen-VL's patches.
+    The function keeps small integer inputs, because their values decide shapes. An example is the grid of Qwen-VL's
+    patches.
     """
 
     def without_values(leaf: Any) -> Any:
@@ -74,7 +76,7 @@ def request_of_script(
     """Return the request for the step that begins with a forward of the script's model.
 
     Args:
-        loss: (model, inputs) -> loss.
+        loss: function from (model, inputs) to the loss.
         device: the device profile to simulate, or None for the model's device.
         phases: the phases of the step. For a forward without gradients, the only phase is `"generate"`.
     """
@@ -99,9 +101,10 @@ def request_of_script(
 
 
 class LossOfForward(LossOfOutput):
-    """Calls the model with the script's arguments, and returns the loss in the output.
+    """Calls the model with the arguments that the script used, and returns the loss in the output.
 
-    The queue `returned` receives True if the output has a loss. A check undoes changes of objects, but not of queues.
+    The queue `returned` receives True if the output has a loss. The function uses a queue because a check undoes
+    changes of objects, but not of queues.
     """
 
     def __init__(self, returned: SimpleQueue[bool]) -> None:
@@ -132,7 +135,7 @@ def rank() -> int:
 
 @contextlib.contextmanager
 def _unnoticed() -> Iterator[None]:
-    """In the `with` block, the script's function modes, dispatch modes, output and warnings are off."""
+    """In the `with` block, turn off the script's function modes, dispatch modes, output and warnings."""
     output = contextlib.redirect_stdout(io.StringIO())
     with no_modes(), fake_errors_unlogged(), output, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -140,9 +143,9 @@ def _unnoticed() -> Iterator[None]:
 
 
 def _helpers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], bool]:
-    """Return the optimizers of `model` among all objects of the process, and whether an enabled GradScaler exists.
+    """Return the optimizers of `model` among all objects of the process, and True if there is an enabled GradScaler.
 
-    If optimizers share a parameter, only the newest one is returned, because the script has replaced the others.
+    If several optimizers share a parameter, only the newest is returned, because the script has replaced the others.
     """
     parameters, taken = {id(parameter) for parameter in model.parameters()}, set[int]()
     optimizers: list[torch.optim.Optimizer] = []
@@ -158,13 +161,13 @@ def _helpers(model: nn.Module) -> tuple[list[torch.optim.Optimizer], bool]:
 
 
 def steps_scaled() -> bool:
-    """Return True if accelerate steps an optimizer through an enabled GradScaler, whatever the script does."""
+    """Return True if accelerate calls an optimizer's step through an enabled GradScaler, whatever the script does."""
     scalers = (getattr(optimizer, "scaler", None) for optimizer in living(torch.optim.Optimizer))
     return any(isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() for scaler in scalers)
 
 
 def _never_scales() -> bool:
-    """Return True if the script's files construct a GradScaler, and neither they nor a library's loop scale a loss."""
+    """Return True if the script's files construct a GradScaler, but neither these files nor a library's loop scale a loss."""
     text = "".join(code for _, code in script_files())
     return "GradScaler(" in text and not any(call in text for call in (".scale(", "Accelerator(", "Fabric("))
 

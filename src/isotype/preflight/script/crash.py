@@ -67,15 +67,15 @@ class Crash:
     """Explains the exception that ended a script.
 
     Attributes:
-        watch: the watch of the script's steps, with the recorder of the last one.
-        family: the processes of the run; only one of them explains an error.
-        gpu: the GPU that the script asked for, and that this machine lacks.
+        watch: the `Watch` of the script's steps, with the recorder of the last step.
+        family: the processes of the run. Only one of these processes explains an error.
+        gpu: the GPU that the script asked for and that this machine lacks.
         unloads: the lines at which PEFT has removed adapters.
         report: the report of the trace before the first step; None without this trace.
-        request: builds the request for the last known step from its model; None if no step is known.
-        seen: the settings of the last recorded step; None before it has ended.
-        request_of: builds the request for a forward of any model, with the phases to trace.
-        setup: returns the settings of the watched step; None if its model is gone.
+        request: function that builds the request for the last known step from its model; None if no step is known.
+        seen: the settings of the last recorded step; None before this step has ended.
+        request_of: function that builds the request for a forward of any model, with the phases to trace.
+        setup: function that returns the settings of the watched step; None if its model no longer exists.
         casts: printed descriptions of casts after the step that was checked.
     """
 
@@ -136,7 +136,7 @@ class Crash:
         self.output.brief(findings)
 
     def explain_printed(self) -> bool:
-        """Explain the error of the recorded step, whose traceback the script has printed before its exit."""
+        """Explain the error of the recorded step. The script has printed the traceback before its exit."""
         recorder = self.watch.recorder
         if recorder is None or recorder.failed is None:
             return False
@@ -146,7 +146,7 @@ class Crash:
         """Call `explain`, unless another process has explained the error. Return True if the error was explained."""
         if self.family.knows("explained"):
             if self.family.is_top:
-                self.output.say("the process that raised this error has explained the error above")
+                self.output.say("the process that raised this error has printed the explanation above")
             return True
         if self.request is None or self.model is None or not self.family.claim("explained"):
             return False
@@ -283,7 +283,7 @@ class Crash:
         elif live and (setup.profile.present or refused or not applies_to_cpus_only(headline)):
             self.output.render(Report(trace, tuple(live)))
         else:
-            absent = f"this CPU has no kernel for these dtypes; a trace for {setup.profile.title} does not show the error:"
+            absent = f"this CPU has no kernel for these dtypes, but a trace for {setup.profile.title} does not show the error:"
             self.output.say(absent if live else f"{call.op} got incompatible dtypes:")
             self.output.call(call)
 
@@ -304,10 +304,11 @@ class Crash:
         return report
 
     def _explain_by_other(self, error: BaseException, evaluates: bool = False) -> bool:
-        """Trace the call that raised the error, if no recorded step has called its model. Return True if this explains it.
+        """If no recorded step has called the model of the failed call, trace this call. Return True if the trace
+        explains the error.
 
-        With `evaluates`, no training step was recorded yet. The recorded forward may then be of a part (`vae.conv`) that
-        another method of the model (`vae.encode`) called.
+        If `evaluates` is True, no training step was recorded yet. The recorded forward may then be the forward of a
+        part (`vae.conv`) that another method of the model (`vae.encode`) called.
         """
         recorded = [root for root in (*self.watch.roots, self.model) if root is not None]
         inside = {id(part) for root in recorded for part in root.modules()}
@@ -325,7 +326,7 @@ class Crash:
     def _explain_by_call(
         self, error: BaseException, calls: Sequence[tuple[nn.Module, str, Any, Any]], of: str
     ) -> bool:
-        """Trace calls of models that raised the error, with and without gradients and autocast.
+        """Trace the calls of models that raised the error, with and without gradients and autocast.
 
         Return True if a trace fails at the line of the error.
         """
@@ -369,7 +370,7 @@ class Crash:
 
 
 def _result(method: str, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Call a method of the model as if it were its forward, so that fixes can cast its inputs."""
+    """Call a method of the model as if the method were the forward, so that fixes can cast its inputs."""
     plain: Any = model.forward
 
     def forward(**inputs: Any) -> Any:
@@ -383,7 +384,7 @@ def _result(method: str, model: nn.Module, inputs: Mapping[str, Any]) -> torch.T
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return the report, beginning with the finding that explains `call` or is in `live`; None if there is none."""
+    """Return the report with the finding that explains `call` or is in `live` as its first finding; None if there is none."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}
@@ -405,7 +406,7 @@ def _has(text: str, phrases: Iterable[str]) -> bool:
 
 
 def _shows(report: Report, text: str) -> bool:
-    """Return whether an operator, FSDP or the code of the traced step raises an error that names the dtypes of the text."""
+    """Return True if an operator, FSDP or the code of the traced step raises an error that names the dtypes in the text."""
     named, failure = {*_NAMED_DTYPES.findall(text.lower())}, report.trace.failure
     messages = [call.refusal for call in report.trace.breaches()]
     messages += [] if failure is None else [failure.error]

@@ -1,4 +1,4 @@
-"""The output of `isotype run`: before the first step, after a step, and at the script's end."""
+"""The output of `isotype run`: before the first step, after a step, and at the end of the script."""
 
 import os
 import sys
@@ -68,16 +68,16 @@ from isotype.trace.live.recorder import device_of
 from isotype.trace.live.watch import MANY_SKIPPED, Watch
 
 MENTIONED_FROM = 5.0
-"""If the trace before the first step takes this many seconds, a line is printed even without findings."""
+"""If the trace before the first step takes this many seconds, isotype prints a line even without findings."""
 _ALL_SKIPPED = (
-    "no real step was checked, because the optimizer took no step: the GradScaler skipped every step (infinite or NaN "
-    "gradients), or the script ended first"
+    "no real step was checked, because the optimizer took no step: either the GradScaler skipped every step "
+    "(infinite or NaN gradients), or the script ended before"
 )
 _SKIPPED = "the gradients are infinite or NaN, so the GradScaler skipped"
 
 
 class Diagnosis:
-    """Watches one script, and prints what isotype finds about it."""
+    """Records the steps of one script, and prints what isotype finds about them."""
 
     def __init__(self, options: Options, console: Console, family: Family) -> None:
         twice = partial(self._between, ist308_clipped_scaled)
@@ -111,7 +111,7 @@ class Diagnosis:
         self.watch.attach()
 
     def stop(self) -> None:
-        """Remove all hooks from the script; the recorded data stay."""
+        """Remove all hooks from the script. The recorded data stay."""
         self._averages.detach()
         self.watch.detach()
         self._stale.detach()
@@ -126,7 +126,7 @@ class Diagnosis:
 
     @property
     def _speaks(self) -> bool:
-        """True if this process reports on the first step; False in a fork of this process."""
+        """True if this process reports on the first step. False in a fork of this process."""
         return self._speaker == os.getpid()
 
     def _before(self, beginning: Beginning) -> None:
@@ -144,7 +144,7 @@ class Diagnosis:
             self._numbers.attach(beginning.model, beginning.args, beginning.kwargs)
 
     def _evaluates(self, beginning: Beginning) -> None:
-        """Before the first training step, store the settings of a forward, which is traced again after an error."""
+        """Before the first training step, store the settings of a forward. The forward is traced again after an error."""
         self._request = without_tensors(self._request_of(beginning, ("generate",)))
 
     def _request_of(self, beginning: Beginning, *phases: Sequence[str]) -> StepRequest:
@@ -193,10 +193,14 @@ class Diagnosis:
             self._say(f"the first step was traced on {title} ({seconds:.1f} s): no findings")
         if failure is not None:
             where = f"{failure.phase} of {failure.module}" if failure.module else failure.phase
-            reason = f"the limit is {self._seconds:g} s (--preflight-seconds)" if spent else failure.error
+            reason = (
+                f"the limit of {self._seconds:g} s (--preflight-seconds) was reached"
+                if spent
+                else failure.error
+            )
             self._say(f"the first step was traced only up to {where}: {reason}")
         if not self._loss_traced:
-            self._say("the model returns no loss: the loss that the script computes was not traced")
+            self._say("the model returns no loss, so the loss that the script computes was not traced")
 
     # ------------------------------------------------------------------------------------------------- after a step
 
@@ -232,13 +236,13 @@ class Diagnosis:
             )
             recorder = self.watch.recorder if self._numbers is None else None
             if recorder is not None and (word := recorder.terms.not_finite(self.watch.scaler)):
-                self._say(f"the loss of the first step is {word}; `isotype run --watch` names the operator")
+                self._say(f"the loss of the first step is {word}; `isotype run --watch` finds the operator")
             elif recorder is not None and self.watch.not_finite and not recorder.terms.not_finite(False):
                 self._say(
-                    f"the loss of the first step is finite, but the gradient of {self.watch.not_finite} is not; `isotype run --watch` names the operator"
+                    f"the loss of the first step is finite, but the gradient of {self.watch.not_finite} is not; `isotype run --watch` finds the operator"
                 )
         if self.watch.skipped == MANY_SKIPPED and self._speaks:
-            self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` names the operator")
+            self._say(f"{_SKIPPED} {MANY_SKIPPED} steps; `isotype run --watch` finds the operator")
         if self.watch.skipping:
             return
         if (model := self.watch.model) is not None:
@@ -247,7 +251,7 @@ class Diagnosis:
             self._averages.stepped(self.watch.roots)
 
     def _trace(self, setup: Setup) -> Trace:
-        """Return the trace of the last step. `no_autocast` says why a step without autocast is unexpected."""
+        """Return the trace of the last step. The text `no_autocast` says why a step without autocast is unexpected."""
         recorder = self.watch.recorder
         assert recorder is not None
         asked, products, why = mixed_precision(), recorder.products(), ""
@@ -266,15 +270,16 @@ class Diagnosis:
         return self.watch.trace(setup, no_autocast=why)
 
     def _between(self, rule: ModuleType, calls: tuple[Call, ...] = (), when: str = "", **seen: Any) -> None:
-        """Report a rule's findings between two steps, from a trace with `calls` and the fields `seen`."""
+        """Report the findings of a rule between two steps. The rule gets a trace with `calls` and the fields in `seen`."""
         if self._setup_seen is not None and self._speaks:
             trace = Trace(self._setup_seen, calls, (), {}, Memory({}), **seen)
             self._say_late(findings_of(judge(trace), rule), when)
 
     def _say_late(self, findings: Sequence[Finding], when: str = "") -> None:
-        """Report findings of the real step. Skip finding codes already reported with this severity or as an error.
+        """Report findings of the real step. Skip finding codes that were already reported with this severity or as an
+        error.
 
-        `when` is the headline; by default, it has the number of steps so far.
+        `when` is the headline. The default headline has the number of steps so far.
         """
         known = {(finding.code, finding.severity) for finding in (*self._findings(), *self._late)}
         if new := [f for f in findings if not known & {(f.code, "error"), (f.code, f.severity)}]:
@@ -284,7 +289,7 @@ class Diagnosis:
             self._brief(new)
 
     def _setup(self) -> Setup | None:
-        """Return the recorded settings of the watched step; None if its model is gone."""
+        """Return the recorded settings of the watched step; None if its model no longer exists."""
         watch, model = self.watch, self.watch.model
         if model is None or watch.recorder is None:
             return None
@@ -306,9 +311,10 @@ class Diagnosis:
         )
 
     def left(self, code: Any, reason: BaseException | None) -> bool:
-        """Print findings after a script has exited, and return whether an error was explained. Call `stop` first.
+        """Print findings after a script has exited, and return True if an error was explained. Call `stop` first.
 
-        `code` is the argument of `sys.exit`. `reason` is the exception that was handled at the exit, or None.
+        `code` is the argument of `sys.exit`. `reason` is the exception that the script was handling at the exit, or
+        None.
         """
         explained = reason is not None and self.crashed(reason)
         if not explained and code not in (None, 0):
@@ -330,7 +336,9 @@ class Diagnosis:
             recorder = watch.recorder
             phases = set() if recorder is None else {call.phase for call in recorder.calls}
             if watch.skipped:
-                self._say(f"{_SKIPPED} at least {plural(watch.skipped, 'step')}: the optimizer took no step")
+                self._say(
+                    f"{_SKIPPED} at least {plural(watch.skipped, 'step')}, so the optimizer took no step"
+                )
             elif "unscale" in phases:
                 self._say(_ALL_SKIPPED)
             elif recorder is not None and recorder.failed is None and phases == {"forward"}:
@@ -353,7 +361,7 @@ class Diagnosis:
     # -------------------------------------------------------------------------------------------------- after a crash
 
     def crashed(self, error: BaseException) -> bool:
-        """Explain the exception that ended the script, and return whether there was an explanation. Call `stop` first."""
+        """Explain the exception that ended the script, and return True if there was an explanation. Call `stop` first."""
         main = sys.modules["__main__"]
         sys.modules["__main__"] = self._main or main  # another trace reads the script's code again
         try:

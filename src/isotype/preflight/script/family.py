@@ -4,7 +4,7 @@ A training may run in this process, in processes of multiprocessing, or in the p
 reports on the first step, and only one process explains a crash. The messages are empty files in a shared folder.
 
 Launchers (accelerate, torchrun, Lightning) start `python SCRIPT` by `subprocess`, and `isotype run` changes this
-command. Other programs (a shell, another environment's Python) are not watched.
+command. Other programs (a shell, the Python of another environment) are not recorded.
 """
 
 import os
@@ -24,7 +24,7 @@ Fact = Literal["speaks", "explained", "seen"]
 
 @dataclass(frozen=True)
 class Family:
-    """The processes of one run. They share `folder`. `top` is this process's id if the user has started it, else None."""
+    """The processes of one `isotype run`. They share `folder`. `top` is the id of this process if the user has started the process, else None."""
 
     folder: Path
     top: int | None
@@ -53,7 +53,7 @@ class Family:
 
 
 def family() -> Family:
-    """Return the family of this process's run; a new one if the user has started this process."""
+    """Return the family of this process's run, or a new family if the user has started this process."""
     if VARIABLE in os.environ:
         return Family(Path(os.environ[VARIABLE]), None)
     folder = Path(tempfile.mkdtemp(prefix="isotype-run-"))
@@ -67,8 +67,8 @@ class Options:
 
     Attributes:
         target: path of the script, or name of the module.
-        module: whether `target` is a module (`-m`).
-        seconds: time limit for the trace of the first step before it runs; 0 for no trace.
+        module: True if `target` is a module (`-m`).
+        seconds: time limit for the trace of the first step before this step runs; 0 for no trace.
     """
 
     target: str
@@ -114,7 +114,7 @@ def watched_command(words: Sequence[str], flags: Sequence[str]) -> list[str] | N
 
 
 def is_python_script(path: Path) -> bool:
-    """Return whether a file's `#!` line names this environment's Python, as in pip's script for `torchrun`."""
+    """Return True if the `#!` line of a file names the Python of this environment, as in pip's script for `torchrun`."""
     with path.open("rb") as file:
         head = file.read(1024).split(b"\n")
     # If Python's path is too long for a `#!` line, pip writes it into a shell command in the second line.
@@ -122,7 +122,7 @@ def is_python_script(path: Path) -> bool:
 
 
 def _split_python(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Split a command at its script or `-m module`. Return None without these, or with an option such as `-c`."""
+    """Split a command before its script or `-m module`. Return None if the command has neither, or has an option such as `-c`."""
     position = 1
     while position < len(words):
         word = words[position]

@@ -1,4 +1,4 @@
-"""Runs a script's GPU code on the CPU, if `--device` names a GPU that this machine lacks."""
+"""Runs a script's GPU code on the CPU if `--device` names a GPU that this machine lacks."""
 
 import re
 from collections.abc import Callable
@@ -37,14 +37,15 @@ _NO_FLOAT64 = (
 
 
 class MissingGpu:
-    """Lets the CPU replace the GPU of `profile`, if this machine has no such GPU.
+    """Lets the CPU replace the GPU of `profile` if this machine has no such GPU.
 
-    Without a profile, the script runs unchanged. Only its lines that ask for a GPU are recorded.
+    Without a profile, the script runs unchanged. In this case, only the lines that ask for a GPU are recorded.
 
     Attributes:
         kind: device type of the device for which the step is checked.
-        device_autocast: autocast dtype on the CPU -> autocast dtype on the device. They may differ if the script sets no dtype.
-        questions: each `file:line` where the script asks for a GPU, in order.
+        device_autocast: dtype of autocast on the CPU -> dtype of autocast on the device. The two dtypes may differ if the
+            script sets no dtype.
+        questions: each `file:line` at which the script asks for a GPU, in order.
     """
 
     def __init__(self, profile: DeviceProfile | None) -> None:
@@ -78,18 +79,18 @@ class MissingGpu:
 
     @property
     def sentence(self) -> str:
-        """The statement that the CPU replaces the GPU; "" if the script has not named the GPU, or runs on a GPU."""
+        """A sentence which says that the CPU replaces the GPU; "" if the script has not named the GPU, or runs on a GPU."""
         if self._profile is None or not self._named:
             return ""
-        return f"this machine has no {self._profile.title}: the script's GPU code runs on the CPU"
+        return f"this machine has no {self._profile.title}, so the script's GPU code runs on the CPU"
 
     def why_nothing(self) -> str:
-        """Return why a script without a training step may need a GPU; "" if it has not asked for one."""
+        """Return the reason why a script without a training step may need a GPU; "" if the script has not asked for a GPU."""
         asks = "asks whether a GPU is available, and this machine has none"
         return f"{short_source(self.questions[0])} {asks}; {_INSTEAD}" if self.questions else ""
 
     def explained(self, error: BaseException) -> str:
-        """Return a sentence about an error that the missing GPU causes; "" for another error."""
+        """Return a sentence about an error that the missing GPU causes; "" for other errors."""
         lacks = isinstance(error, _ABOUT_NAMES) or _ABOUT_PACKAGES.search(str(error))
         about = not lacks and _ABOUT_GPUS.search(str(error))
         if not self._absent or not (about or self._answered(error)):
@@ -97,13 +98,13 @@ class MissingGpu:
         place = short_source(line_of(error))
         if self.kind not in ("cpu", "cuda") and self._profile is not None and _NO_CUDA in str(error):
             asks = f"{short_source(line_of_script(error))} asks for the device cuda, which {self._profile.title} does not have"
-            return f"{asks}: write {self.kind!r} in its place"
+            return f"{asks}: write {self.kind!r} instead"
         if self._profile is None:
-            return f"{place} needs a GPU, and this machine has none; {_INSTEAD}"
-        return f"{place} needs a real {self._profile.title}: the CPU, on which the script runs, cannot replace the GPU here"
+            return f"{place} needs a GPU, but this machine has none; {_INSTEAD}"
+        return f"{place} needs a real {self._profile.title}, because the CPU cannot replace the GPU here"
 
     def _answered(self, error: BaseException) -> bool:
-        """Return whether the script raised the error because it looked for a GPU, for example read `None.type`."""
+        """Return True if the script raised the error because it looked for a GPU, for example by reading `None.type`."""
         place = line_of(error)
         noticed = isinstance(error, AttributeError) and place in self.questions
         return self._profile is None and (noticed or _ASKING.search(condition_at(place)) is not None)
@@ -116,13 +117,13 @@ class MissingGpu:
         return ask(*args, **kwargs)
 
     def _note_name(self, result: Any = None) -> None:
-        """Note that code names the GPU, and raise the error of an Apple GPU if `result` is a float64 tensor on it."""
+        """Record that code names the GPU. If `result` is a float64 tensor on an Apple GPU, raise the error of this GPU."""
         self._named = True
         if self.kind == "mps" and isinstance(result, torch.Tensor) and result.dtype == torch.float64:
             raise TypeError(_NO_FLOAT64)
 
     def _as_on_gpu(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function, with the casts of the GPU's autocast if the script uses this autocast."""
+        """Run a function with the casts of the GPU's autocast, if the script uses this autocast."""
         if not self._casts or not torch.is_autocast_enabled("cpu"):
             return function(*args, **kwargs)
         name = getattr(function, "__name__", "")

@@ -1,7 +1,7 @@
 """`isotype run --watch`: stops a script before the first update with a non-finite loss or gradient.
 
-A hook on the model stores references to the inputs of the step's forwards. A hook before each optimizer's step reads
-the values. torch's `backward` and `GradScaler.step` are wrapped, to find the loss and skipped steps.
+A hook on the model stores references to the inputs of the forwards in a step. A hook before each optimizer step reads
+the values. torch's `backward` and `GradScaler.step` are wrapped, so that isotype knows the loss and skipped steps.
 """
 
 import math
@@ -31,15 +31,15 @@ from isotype.trace.live.recorder import device_of
 from isotype.trace.nonfinite.again import StopReason, first_nonfinite
 
 STOPPED = 1
-"""Exit status of a script that the watch stops."""
+"""Exit status of a script that `--watch` stops."""
 
 _FORWARDS = 64
-"""At most this number of forwards is stored if a script never calls a torch optimizer."""
+"""If a script never calls a torch optimizer, at most this number of forwards is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward of the current step: references to its inputs, the random states before it, and its autocast."""
+    """A forward of the current step: references to its inputs, the random states before the forward, and its autocast."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -48,7 +48,7 @@ class _Forward:
 
 
 class Numbers:
-    """Watches the values of a script's training. `say` prints a line; `stop` removes isotype's hooks from the script."""
+    """Checks the loss and the gradients of a script's training. `say` prints a line. `stop` removes isotype's hooks from the script."""
 
     def __init__(self, say: Callable[[str], None], stop: Callable[[], None]) -> None:
         self._say, self._stop = say, stop
@@ -66,7 +66,7 @@ class Numbers:
     # ------------------------------------------------------------------------------------------ start and end
 
     def attach(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Watch the values of `model`, beginning with its forward with these arguments, which is about to run."""
+        """Begin to check the values of `model`. The forward with these arguments is about to run."""
         if self._model is not None:
             return
         self._model, self._device = model, torch.device(device_of(model))
@@ -86,7 +86,7 @@ class Numbers:
         try:
             act(*args)
         except Exception as error:  # noqa: BLE001 - an error in the watch must not end the script
-            self._say(f"values are no longer watched: {error_line(error)}")
+            self._say(f"isotype no longer checks the values: {error_line(error)}")
             self.detach()
 
     # ----------------------------------------------------------------------------------------------- recording
@@ -121,7 +121,7 @@ class Numbers:
         return result
 
     def _unscaled(self, scaler: Any) -> None:
-        """Check for NaN losses. An infinite loss may be due to the loss scale, and the GradScaler skips the step."""
+        """Check for NaN losses. Return True if the loss scale may be the cause of an infinite loss. The GradScaler then skips the step."""
         if any(map(math.isnan, self._read(self._losses))):
             self._judge(math.nan, None, scaler)
 
@@ -161,7 +161,7 @@ class Numbers:
         model, forwards = self._model, tuple(self._forwards)
         self._stop()
         if model is None or not forwards:
-            self._say("the forward of this step was not recorded: the step cannot be run again")
+            self._say("the forward of this step was not recorded, so the step cannot be run again")
         else:
             self._explain(model, forwards, scale)
         raise SystemExit(STOPPED)
@@ -169,7 +169,7 @@ class Numbers:
     def _explain(self, model: nn.Module, forwards: tuple[_Forward, ...], scale: float | None) -> None:
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         if inner is model and process_count() > 1:
-            self._say("the step was not run again: other processes hold parts of the model")
+            self._say("the step was not run again, because other processes hold parts of the model")
             return
         where, outside = short_source(self._backward_at), False
 
@@ -197,9 +197,9 @@ class Numbers:
             self._say(f"the step, run again:\n  - {problem_of(first)}")
         elif outside:
             self._say(
-                f"the model's outputs are finite; the loss that the script computes from them is not (backward at {where})"
+                f"the model's outputs are finite, but the loss that the script computes from them is not (backward at {where})"
             )
         else:
             self._say(
-                "a repetition of the step is finite: later code of the script makes the loss or the gradients non-finite"
+                "in a repetition of the step, all values are finite, so later code of the script makes the loss or the gradients non-finite"
             )

@@ -20,7 +20,7 @@ from isotype.rules.kit.words import evidence
 
 
 class Output:
-    """Prints the messages and reports of a check of a script; lines are broken at the width of `console`."""
+    """Prints the messages and reports of a check of a script. Lines are broken at the width of `console`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

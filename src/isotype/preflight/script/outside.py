@@ -1,4 +1,4 @@
-"""Dtype errors outside of watched steps: the line that raised the error, the tensors in local variables, and advice."""
+"""Describes dtype errors outside of recorded steps: the line that raised the error, the tensors in local variables, and advice."""
 
 import sys
 import traceback
@@ -35,11 +35,11 @@ class Outside:
     """The description of a dtype error.
 
     Attributes:
-        source: `file:line` of the code that raised the error: the script's or a library's.
-        tensors: for each float tensor in the variables of this code: variable, dtype, shape, and name in the model or
-            "".
+        source: `file:line` of the code that raised the error, in the script or in a library.
+        tensors: for each float tensor in the variables of this code: variable, dtype, shape, and name in the model ("" outside
+            of the model).
         help: advice, or "".
-        cause: the cause in words, or "" if the tensors show it.
+        cause: a description of the cause; "" if the tensors show the cause.
     """
 
     source: str
@@ -85,7 +85,9 @@ def outside(error: BaseException, model: nn.Module, step: Trace, unloads: Mappin
     removed = next((line for part in model.modules() if (line := unloads.get(part))), "")
     if removed and NO_GRADIENT in str(error) and not any(p.requires_grad for p in model.parameters()):
         how = "train before this line, or add new adapters after it (get_peft_model)"
-        return Outside(source, (), how, f"{removed} has removed the adapters; all other weights are frozen")
+        return Outside(
+            source, (), how, f"{removed} has removed the adapters, and all other weights are frozen"
+        )
     if gradientless := _without_gradients(error, model, names):
         kernels = (part for part in step.untraced if part.startswith("the kernels of"))
         advice = [gradientless, *(f"{part} may have no backward" for part in kernels)]
@@ -121,11 +123,11 @@ def _help(error: BaseException, source: str, optimizes: bool, dtypes: set[torch.
 
 
 def _without_gradients(error: BaseException, model: nn.Module, names: Mapping[int, str]) -> str:
-    """Return advice for an error about missing gradients; "" for another error."""
+    """Return advice for an error about missing gradients; "" for other errors."""
     how = "compute the loss outside of torch.no_grad(), and not from detached values"
     if NO_GRADIENT in str(error):
         codes = any(map(is_packed, model.parameters()))
-        way = "add adapters (get_peft_model)" if codes else "call requires_grad_() of those to train"
+        way = "add adapters (get_peft_model)" if codes else "call requires_grad_() of the parameters to train"
         why = f"no parameter of the model requires a gradient: {way}"
         return how if any(parameter.requires_grad for parameter in model.parameters()) else why
     if NOT_SCALAR in str(error):
@@ -144,17 +146,17 @@ def stepped_at(error: BaseException) -> list[torch.optim.Optimizer]:
 
 
 def updated_at(error: BaseException) -> nn.Module | None:
-    """Return the outermost module with all parameters of the last optimizer in a traceback; None if there is none."""
+    """Return the outermost module that contains all parameters of the last optimizer in a traceback; None without one."""
     updated = {id(parameter) for optimizer in stepped_at(error) for parameter in parameters_of(optimizer)}
     models = [m for m in living(nn.Module) if updated and updated <= {*map(id, m.parameters())}]
     return max(models, key=lambda model: len([*model.modules()]), default=None)
 
 
 def calls_of(error: BaseException) -> list[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]]:
-    """Return the calls that raised the error: methods of the model, then the outermost forward.
+    """Return the calls that raised the error: methods of the model, and then the outermost forward.
 
-    Each call is (module, name, args, kwargs): a method has its name (`decode`), a forward "". Return no calls if no
-    forward raised the error.
+    Each call is (module, name, args, kwargs). The name of a method is `decode` or similar, and the name of a forward
+    is "". Return no calls if no forward raised the error.
     """
     calls: list[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -169,7 +171,7 @@ def calls_of(error: BaseException) -> list[tuple[nn.Module, str, tuple[Any, ...]
 
 
 def casts_since(before: Trace, after: Trace) -> Iterator[str]:
-    """Yield a text for each cast (float dtype to float dtype) of weights between the traces `before` and `after`."""
+    """For each cast of weights between the traces `before` and `after` (from one float dtype to another), yield a text."""
     earlier = {weight.name: weight.dtype for weight in before.weights}
     dtypes = ((w.name, earlier.get(w.name, w.dtype), w.dtype, w.set_at) for w in after.weights)
     cast = [row for row in dtypes if row[1] != row[2] and {row[1], row[2]} <= FLOATS]
@@ -186,7 +188,7 @@ def owners_in(error: BaseException, method: str = "") -> Iterator[object]:
 
 
 def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
-    """Describe an error of a module (`AveragedModel`) whose averages have another dtype than the model; else None."""
+    """Describe an error of a module (`AveragedModel`) whose averages have another dtype than the model; None for other errors."""
     trained = dict(model.named_parameters())
     # A forward raises errors of other operands.
     no_update = {id(model), *map(id, owners_in(error, "forward"))}
@@ -202,12 +204,12 @@ def _of_copy(error: BaseException, model: nn.Module) -> Outside | None:
         if not unlike or any(copy.shape != parameter.shape for _, copy, parameter in pairs):
             continue
         kind, (name, copy, parameter) = type(owner).__name__, unlike[0]
-        cause = f"{kind} holds {len(unlike)} of {plural(len(pairs), 'parameter')} in another dtype than the model, but the update needs one dtype"
+        cause = f"{kind} holds {len(unlike)} of {plural(len(pairs), 'parameter')} in another dtype than the model, but the update needs equal dtypes"
         how = f"keep the averages in float32: cast the {kind} with .float()"
         if copy.dtype.itemsize > parameter.dtype.itemsize:
             how = f"cast the parameter to {dtype_name(copy.dtype)} in the update"
             if kind == "AveragedModel":
-                how = "give AveragedModel avg_fn=get_ema_avg_fn(DECAY) or get_swa_avg_fn() in place of multi_avg_fn, to promote dtypes"
+                how = "pass avg_fn=get_ema_avg_fn(DECAY) or get_swa_avg_fn() to AveragedModel instead of multi_avg_fn, to promote dtypes"
         both = ("average", copy, name), ("parameter", parameter, name.partition(".")[2])
         return Outside("", tuple((n, t.dtype, tuple(t.shape), of) for n, t, of in both), how, cause)
     return None

@@ -1,4 +1,4 @@
-"""Watches one process of an `isotype run`, from the import of torch to the report at the end."""
+"""Records one process of an `isotype run`, from the import of torch to the report at the end."""
 
 import dis
 import linecache
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from isotype.preflight.script.diagnosis import Diagnosis
 
 
-NOTHING_SEEN = "no training step was seen"
+NOTHING_SEEN = "no training step was recorded"
 _MAY_TRAIN = re.compile(
     r"(ba|da|z|k|fi)?sh|pythonw?[\d.]*|torchrun|accelerate|deepspeed|mpirun|mpiexec|srun|ray|uv|conda|env"
 )
@@ -36,14 +36,15 @@ _NEVER_TRAINS = "torch.utils.data."  # the module of data loader workers
 
 
 class Session:
-    """Watches one process, and lets the processes that it starts be watched by sessions of their own.
+    """Records one process. Each process that it starts gets a session too.
 
-    Processes of multiprocessing unpickle an object that starts the watch. Other processes get another command. If the
-    watch fails, a line is printed, and the script continues; the exit status is the script's.
+    A process of multiprocessing unpickles an object that starts the session. For other processes, the session changes
+    the command that starts them. If recording fails, isotype prints a line, and the script continues. The exit status
+    is always the script's.
 
     Attributes:
-        unwatched: names of programs that were not watched and may have trained.
-        watched: number of watched processes that this process has started.
+        unwatched: names of programs that were not recorded and may have trained.
+        watched: number of recorded processes that this process has started.
     """
 
     def __init__(self, options: Options) -> None:
@@ -57,7 +58,7 @@ class Session:
         self._of_thread: BaseException | None = None  # ended a thread, which leaves the exit status unchanged
 
     def watch(self) -> None:
-        """Begin the watch when this process imports torch, and watch the processes that the script starts."""
+        """Begin to record when this process imports torch, and record the processes that the script starts."""
         around_programs(self._hooks, self._popen, self._system)
         around_processes(self._hooks, self._start, self._bootstrap)
         self._hooks.wrap(threading, "excepthook", self._thread_failed)
@@ -78,7 +79,7 @@ class Session:
             self.safely(self._diagnosis.stop)
 
     def failed(self, error: BaseException) -> BaseException:
-        """Remove the hooks, and return the script's `error` with the traceback that it would have without the watch."""
+        """Remove the hooks, and return the script's `error` with the traceback that it would have without isotype."""
         self.stop()
         return cleaned(error)
 
@@ -103,7 +104,7 @@ class Session:
         self.safely(end)
 
     def _thread_failed(self, hook: Callable[[Any], None], args: Any) -> None:
-        """Print the error that ended a thread as Python would. The explanation follows at the end of the script."""
+        """Print the error that ended a thread, as Python does. The explanation follows at the end of the script."""
         if (error := args.exc_value) is not None:
             trace = cleaned(error).__traceback__
             if self._of_thread is None and any(map(_may_be_explained, causes(error))):
@@ -117,7 +118,7 @@ class Session:
         if not self._family.knows("seen"):
             self._say(f"{NOTHING_SEEN}: {self._why_nothing(error)}")
         elif error is not None:
-            why = "this machine lacks a package, or has another version of it"
+            why = "this machine lacks a package, or has another version of the package"
             self._say(
                 f"{_ended(error)}: {why if isinstance(error, ImportError) else 'no finding explains this error'}"
             )
@@ -126,10 +127,10 @@ class Session:
         if self.unwatched:
             programs = ", ".join(self.unwatched)
             return (
-                f"the script started other programs ({programs}), in which isotype records nothing; if one of them trains, "
-                "write `isotype run` in place of `python` in its command"
+                f"the script started other programs ({programs}), which isotype does not record; if one of them trains, "
+                "write `isotype run` instead of `python` in its command"
             )
-        started = f" in the processes that were started ({self.watched})" if self.watched else ""
+        started = f" in the processes that the script started ({self.watched})" if self.watched else ""
         if self._diagnosis is None:
             failed = error and f"{type(error).__name__} ended the script before it imported torch"
             return failed or f"the script never imported torch{started and f', nor trained{started}'}"
@@ -143,14 +144,14 @@ class Session:
         )
 
     def safely(self, act: Callable[[], Any]) -> Any:
-        """Return the result of `act`. If it raises an error, print a line and return None."""
+        """Return the result of `act`. If `act` raises an error, print a line and return None."""
         try:
             return act()
         except Exception as error:  # noqa: BLE001 - an error of the watch must not change how the script ends
             self._failed = True
             ours = isinstance(error, IsotypeError)
             what = str(error) if ours else error_line(error)
-            self._say(f"the watch failed, but the script did not: {what}")
+            self._say(f"isotype failed, but the script did not: {what}")
             return None
 
     def _say(self, text: str) -> None:
@@ -163,7 +164,7 @@ class Session:
         start(process, args if ours is None else ours, *rest, **kwargs)
 
     def _ours(self, args: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str] | None:
-        """Return a new process's command, changed to run under `isotype run`; None if the command stays as it is."""
+        """Return a new process's command, changed to run under `isotype run`; None if the command stays unchanged."""
         if kwargs.get("shell"):
             self._remember("sh")
             return None
@@ -216,7 +217,7 @@ class Session:
 
 
 class _Joins:
-    """An object that is pickled for a spawned process. Unpickling it in the new process starts the watch."""
+    """An object that is pickled for a spawned process. When the new process unpickles this object, recording starts."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -226,7 +227,7 @@ class _Joins:
 
 
 def join(options: Options) -> None:
-    """Start the watch in this process, with the options of the process that has spawned it."""
+    """Start to record in this process, with the options of the process that has spawned it."""
     Session(options).watch()
 
 
@@ -242,7 +243,7 @@ def _errors(family: Family) -> Console:
 
 
 def show(error: BaseException) -> None:
-    """Print an error as Python would, by `sys.excepthook`."""
+    """Print an error by `sys.excepthook`, as Python does."""
     if isinstance(error, ImportError) and error.__traceback__ is None:
         sys.stderr.write(f"{sys.executable}: {error}\n")
         return
@@ -262,7 +263,7 @@ def _may_be_explained(error: BaseException) -> bool:
 
 
 def cleaned(error: BaseException) -> BaseException:
-    """Remove isotype's frames from the tracebacks of an exception and its causes, and return it."""
+    """Remove isotype's frames from the tracebacks of an exception and its causes, and return the exception."""
     visited: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -319,12 +320,12 @@ def _is(entry: _Entry, file: str, name: str) -> bool:
 
 
 def _leads_to_modes(entry: _Entry) -> bool:
-    """Return whether a frame belongs to torch's compiler, through which torch calls handlers of dispatch modes."""
+    """Return True if a frame belongs to torch's compiler, through which torch calls handlers of dispatch modes."""
     return _is(entry, "torch/_compile.py", "inner") or _is(entry, "torch/_dynamo/eval_frame.py", "_fn")
 
 
 def _is_bare(frame: FrameType) -> bool:
-    """Return whether the frame's module has no hooks. Then torch calls `inner` only for hooks of the watch."""
+    """Return True if the module of the frame has no hooks of its own. torch then calls `inner` only because of isotype's hooks."""
     # Imported here, because a script without torch must not import torch. Such a script has no frames of modules.
     from isotype.compat.torch import ALL_HOOKS
 
@@ -333,7 +334,7 @@ def _is_bare(frame: FrameType) -> bool:
 
 
 def _at_plain_call(entry: _Entry) -> _Entry:
-    """Return an entry of `Module._call_impl`, moved to its line that calls the forward of a module without hooks."""
+    """Return an entry of `Module._call_impl`, moved to the line that calls the forward of a module without hooks."""
     frame = entry[0]
     place = _plain_call(frame.f_code)
     return entry if place is None else (frame, *place)

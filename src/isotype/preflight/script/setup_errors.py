@@ -1,4 +1,4 @@
-"""Explains errors while a script loads, moves or quantizes a model, adds an adapter, or builds a trainer."""
+"""Explains errors that occur while a script loads, moves or quantizes a model, adds an adapter, or builds a trainer."""
 
 import re
 import sys
@@ -26,8 +26,7 @@ from isotype.records.finding import in_library
 from isotype.trace.dtype_history import set_at
 
 _KNOWN: list[dict[str, str]] = table(__file__)
-"""Known errors. `error` matches the message, followed by file and function of each frame. `weights` is the kind of weights that
-cause the error: a key of `_OF_KIND`, or ""."""
+"""`error` matches the message, and then file and function of each frame. `weights`: key of `_OF_KIND` for the cause, or ""."""
 _OF_KIND: dict[str, Callable[[torch.Tensor, Sequence[torch.dtype], Sequence[torch.dtype]], bool]] = {
     "meta": lambda weight, _, __: weight.is_meta,
     "codes": lambda weight, _, __: not weight.is_floating_point(),
@@ -38,10 +37,9 @@ _OF_KIND: dict[str, Callable[[torch.Tensor, Sequence[torch.dtype], Sequence[torc
     "few": lambda weight, dtypes, _: weight.dtype != dtypes[0],
     "whole": lambda weight, _, __: not is_sharded(weight),
 }
-"""Kind -> function of a weight, of the dtypes of all weights, and of the dtypes of weights without 4-bit codes. The dtype of most
-elements is the first."""
+"""Maps a kind to a function of a weight, all weights' dtypes (the most frequent first), and those of weights without 4-bit codes."""
 _ADVICE: dict[str, str] = table(__file__, "old_names.json")
-"""Argument, class, function or module that a library no longer has -> advice."""
+"""Maps an argument, class, function or module that a library no longer has to advice."""
 _UNKNOWN = re.compile(
     r"(?P<callee>\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(?P<name>\w+)'"
 )
@@ -51,7 +49,7 @@ _ABSENT = re.compile(
 
 
 def explained(error: BaseException) -> Outside | None:
-    """Return cause and help of a known error; None for other errors."""
+    """Return the cause and the fix of a known error; None for other errors."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     codes = [frame.f_code for frame in reversed(frames)]
     text = "".join((str(error), *(f"\nin {code.co_filename} {code.co_name}" for code in codes)))
@@ -88,13 +86,13 @@ def _absent_name(error: ImportError) -> Outside | None:
 
 
 def _advice(name: str, how: str, package: str) -> str:
-    """Return advice on a name that an installed library does not have. `how` is used for names without known advice."""
+    """Return advice about a name that an installed library does not have. `how` is the advice for names without known advice."""
     ways = _ADVICE.get(name, how), f"install the version of {package} for which the script was written"
     return ", or ".join(filter(None, ways))
 
 
 def _installed(package: str) -> str | None:
-    """Return the name and installed version of the library that `package` belongs to; None for the script's modules."""
+    """Return the name and the installed version of the library that contains `package`; None for the script's modules."""
     distributions = packages_distributions().get(package)
     return None if distributions is None else f"{package} {version(distributions[0])}"
 
@@ -119,17 +117,17 @@ def _unknown_argument(error: BaseException) -> Outside | None:
     # TRL's trainers have the arguments of a training in a class of the same name: SFTConfig for SFTTrainer.
     config = getattr(sys.modules[called.__module__], called.__name__.replace("Trainer", "Config"), None)
     fields = getattr(config, "__dataclass_fields__", {}) if config is not called else {}
-    how = f"write {new} in its place" if new in known else "leave the argument out"
+    how = f"write {new} instead" if new in known else "omit the argument"
     if moved := next((field for field in (name, new) if field in fields), None):
         how = (
-            f"give {moved} to {called.__name__.replace('Trainer', 'Config')}, which the trainer gets as args"
+            f"pass {moved} to {called.__name__.replace('Trainer', 'Config')}, which the trainer gets as args"
         )
     cause = f"{called.__name__} of {installed} has no argument {name}"
     return Outside(line_of_script(error), (), _advice(name, how, package), cause)
 
 
 def _called(error: BaseException, name: str) -> Any:
-    """Return the class or function of this name in the variables of a traceback's frames; None without one."""
+    """Return the class or function with this name in the variables of a traceback's frames; None without one."""
     for frame, _ in reversed([*walk_tb(error.__traceback__)]):
         variables = [*frame.f_locals.values(), *frame.f_globals.values()]
         members = (vars(value).get(name) for value in variables if isinstance(value, ModuleType))
@@ -140,14 +138,14 @@ def _called(error: BaseException, name: str) -> Any:
 
 
 def line_of_script(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame outside of installed packages; if there is none, `line_of(error)`."""
+    """Return `file:line` of the innermost frame outside of installed packages, or else `line_of(error)`."""
     places = (f"{frame.f_code.co_filename}:{line}" for frame, line in walk_tb(error.__traceback__))
     files = (place for place in reversed([*places]) if not place.startswith("<"))
     return next((place for place in files if not in_library(place)), line_of(error))
 
 
 def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
-    """Return name, dtype and count of the weights of `kind` in the traceback's largest model; None if it has none."""
+    """Return name, dtype and count of the weights of `kind` in the traceback's largest model; None if it has no such weights."""
     if not kind:
         return {}
     variables = [value for frame, _ in walk_tb(error.__traceback__) for value in frame.f_locals.values()]
@@ -182,7 +180,7 @@ def _weight_words(error: BaseException, kind: str) -> dict[str, str] | None:
 
 
 def _by_size(weights: Iterable[torch.Tensor]) -> list[torch.dtype]:
-    """Return the dtypes of weights, the dtype of most elements first."""
+    """Return the dtypes of weights, beginning with the dtype of most elements."""
     sizes: Counter[torch.dtype] = Counter()
     for weight in weights:
         sizes[weight.dtype] += weight.numel()
@@ -190,6 +188,6 @@ def _by_size(weights: Iterable[torch.Tensor]) -> list[torch.dtype]:
 
 
 def _line_of(model: nn.Module, name: str) -> str:
-    """Return how the parameter `name` got its dtype, after a comma; "" if this is unknown."""
+    """Return a clause on how the parameter `name` got its dtype; "" if this is unknown."""
     module, _, parameter = name.rpartition(".")
     return (text := set_at(model.get_submodule(module), parameter)) and f", {text}"

@@ -1,4 +1,4 @@
-"""A training step in words: its devices, set-up, memory, FLOPs and the lower bound of its time."""
+"""Describes a training step: its devices, settings, memory, FLOPs, and the lower bound of its time."""
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.names import format_bytes, plural
@@ -15,7 +15,7 @@ def device_words(setup: Setup) -> str:
 
 
 def sharding_words(setup: Setup) -> str:
-    """Describe how several devices train together (`"FSDP2 over 8 devices"`). Return "" for one device without FSDP."""
+    """Describe how several devices train together, as in `"FSDP2 over 8 devices"`. Return "" for one device without FSDP."""
     if setup.devices == 1:
         return f"FSDP{setup.fsdp}" if setup.fsdp else ""
     if setup.deepspeed:
@@ -27,7 +27,7 @@ def sharding_words(setup: Setup) -> str:
 
 
 def autocast_words(trace: Trace) -> str:
-    """Return the autocast dtype of the step or of a part of the step, or "" without autocast."""
+    """Return the autocast dtype of the step, or of a part of the step; "" without autocast."""
     if trace.setup.autocast is not None:
         return dtype_name(trace.setup.autocast)
     inside = next((call.autocast for call in trace.calls if call.autocast), None)
@@ -35,7 +35,7 @@ def autocast_words(trace: Trace) -> str:
 
 
 def optimizer_words(setup: Setup) -> str:
-    """Return the optimizers of the step with the learning rates of their parameters."""
+    """Return the optimizers of the step, with the learning rates of their parameters."""
     rates: dict[str, set[str]] = {}
     for kind, rate in setup.updates.values() or [(setup.optimizer, setup.learning_rate)]:
         rates.setdefault(kind, set()).update(() if rate is None else (f"{rate:g}",))
@@ -44,7 +44,7 @@ def optimizer_words(setup: Setup) -> str:
 
 
 def setup_words(trace: Trace, whole: bool = True) -> str:
-    """Describe the set-up of the step. If `whole` is False, leave out the adapted layers and all inputs but the first."""
+    """Describe the settings of the step. If `whole` is False, omit the adapted layers, and all inputs except the first."""
     setup, dtype = trace.setup, autocast_words(trace)
     autocast = f"autocast {dtype}" if dtype else ""
     scaler = "GradScaler" if setup.scaler else ""
@@ -62,7 +62,7 @@ def setup_words(trace: Trace, whole: bool = True) -> str:
 
 
 def step_words(report: Record) -> str:
-    """Describe the peak memory of a step that fits on the device, and the least time. Return "" if both are unknown."""
+    """Describe the minimum time of the step, and its peak memory if the step fits on the device. Return "" if both are unknown."""
     memory, limit, time, setup = report.memory, report.trace.setup.limit, report.time, report.trace.setup
     words = []
     if memory.peak_phase is not None and report.fits is not False:
@@ -108,7 +108,7 @@ def flops_words(report: Record) -> str:
 
 
 def seconds_words(report: Record) -> str:
-    """Describe the step's least time by the device's data sheet. Return "" if the device has no published rates."""
+    """Describe the minimum time of the step according to the device's data sheet. Return "" if the device has no published rates."""
     time, setup = report.time, report.trace.setup
     if time is None:
         return ""
@@ -123,7 +123,7 @@ def seconds_words(report: Record) -> str:
 
 
 def roofline_words(report: Record) -> str:
-    """Describe a step's time: matmul-like operators, memory traffic, launches. Return "" without published rates."""
+    """Describe a step's time: matrix products, memory traffic, launches. Return "" without published rates."""
     time = report.time
     if time is None:
         return ""

@@ -1,7 +1,7 @@
 """The report of a check as one self-contained HTML file.
 
-The page's content security policy forbids all external resources, and all scripts except `check.js`, which marks the
-places of the finding under the mouse pointer or with the keyboard focus.
+The page's content security policy forbids external resources and all scripts except `check.js`. This script marks the
+places of the finding that has the mouse pointer or the keyboard focus.
 """
 
 from collections.abc import Sequence
@@ -121,7 +121,7 @@ def _unit(most: float) -> tuple[int, str]:
 
 
 def _memory(report: Record) -> Content | None:
-    """Return the template's data about memory: phases, an axis, kinds of tensors at the peak, a timeline."""
+    """Return the template's data about memory: phases, an axis, kinds of tensors at the peak, and a timeline."""
     memory, capacity = report.memory, report.trace.setup.limit.size
     if not memory.peak:
         return None
@@ -262,11 +262,11 @@ def _setup(report: Record) -> list[tuple[str, str]]:
 
 
 SIDE = 14
-"""Distance in pixels between neighbouring squares in the picture of `reach_picture`."""
+"""Distance in pixels between neighboring squares in the picture of `reach_picture`."""
 
 
 def reach_picture(reach: Reach | None) -> Content | None:
-    """Return the template's data for a picture of the tokens that affect each prediction; None without a matrix."""
+    """Return the template's data for a picture that shows which tokens affect each prediction; None without a matrix."""
     matrix = None if reach is None else reach.matrix
     if reach is None or matrix is None:
         return None
@@ -275,7 +275,7 @@ def reach_picture(reach: Reach | None) -> Content | None:
     for line, (column, tokens) in enumerate(matrix.reached):
         for token in tokens:
             css = "seen" if not causal or matrix.allowed(column, token) else "wrong"
-            words = f"token {token} reaches the prediction after token {column}"
+            words = f"token {token} affects the prediction after token {column}"
             squares.append((token * SIDE, line * SIDE, css, words))
     pairs = enumerate(pairwise(matrix.sequences), 1)
     borders = [token * SIDE for token, (before, after) in pairs if before != after]
@@ -286,7 +286,7 @@ def reach_picture(reach: Reach | None) -> Content | None:
         "lines": [(line * SIDE, f"after {column}") for line, (column, _) in enumerate(matrix.reached)],
         "width": len(matrix.sequences) * SIDE,
         "height": len(matrix.reached) * SIDE,
-        "about": f"row {matrix.row} of the batch: a column for each of {len(matrix.sequences)} tokens, a line for each prediction",
-        "words": f"{len(squares)} squares; in {wrong} of them a token reaches a prediction that it must not reach",
+        "about": f"row {matrix.row} of the batch, with a column for each of {len(matrix.sequences)} tokens and a line for each prediction",
+        "words": f"{len(squares)} squares; in {wrong} of them, a token affects a prediction that it must not affect",
         "wrong": wrong,
     }

@@ -23,7 +23,7 @@ from isotype.report.check.text import cost_clauses, fix_standing, sharding_notes
 from isotype.rules import Rule, all_rules
 
 SCHEMA_VERSION = 1
-"""Version of the JSON format. The version increases when a program for the old format would misread the new format."""
+"""Version of the JSON format. The version increases when programs for the old format would misread the new format."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,13 @@ class Check(Record):
 
     @property
     def verdict(self) -> str:
-        """Sentence that states the result of the check."""
+        """A sentence that states the result of the check."""
         return verdict(self)
 
     @property
     def resolved_by(self) -> Mapping[Outlook, int]:
-        """Number of errors and warnings in each of the groups below. A finding's first fix decides its group.
+        """Number of errors and warnings in each of the groups below. The first fix of a finding decides the group of
+        the finding.
 
         `repair`: `isotype.repair` applies the fix. `unsafe`: `isotype.repair` applies the fix with `unsafe=True`.
         `caller`: the user applies the fix. `untried`: the fix was not verified. `left`: no known fix works.
@@ -67,7 +68,7 @@ class Check(Record):
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Reasons why the contracts may be wrong for the device."""
+        """Reasons why these contracts may be wrong for the device."""
         return tuple(doubts(self.trace.setup.profile))
 
     @property
@@ -112,7 +113,7 @@ _SOURCE = re.compile(r"(?P<path>.+):(?P<line>[1-9]\d*)")
 
 
 def to_sarif(report: Record) -> str:
-    """Return a check as a SARIF log with one run: the findings, their rules, and the error that ended the trace."""
+    """Return the check as a SARIF log with one run: the findings, their rules, and the error that ended the trace."""
     known = {rule.code: rule for rule in all_rules()}
     codes = sorted({finding.code for finding in report.findings})
     index = {code: position for position, code in enumerate(codes)}
@@ -132,7 +133,7 @@ def to_sarif(report: Record) -> str:
 
 
 def _rule(code: str, rule: Rule | None) -> dict[str, Any]:
-    """Describe a rule for SARIF by its `isotype explain` page. For a rule of another package, return only the code."""
+    """Describe a rule for SARIF by the rule's page. For a rule of another package, return only the code of the rule."""
     described: dict[str, Any] = {"id": code}
     if rule is not None:
         plain = f"{rule.title}. Run `isotype explain {code}` for the whole page."

@@ -1,7 +1,8 @@
-"""The dtype map of a model: a table of its parts, with the storage dtypes and the compute dtypes of each part.
+"""The dtype map of a model is a table of its parts, with the storage dtypes and the compute dtypes of each part.
 
-Modules with equal names up to the first number (`layers.0`, `layers.1`) form a stack of layers. A later number in a
-name, such as the number of an expert, becomes `*`. Successive equal layers share their rows in the table.
+Modules whose names are equal up to the first number (`layers.0`, `layers.1`) form a stack of layers. A later number
+in a name, such as the number of an expert, is replaced by `*`. Successive layers with equal dtypes share their rows
+in the table.
 """
 
 import re
@@ -21,20 +22,20 @@ _LAYER = re.compile(r"(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.(?P<part>.+)")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the dtype map: a part of the model, or of several equal layers.
+    """A row of the dtype map: a part of the model, or the same part of several equal layers.
 
     Attributes:
-        part: name within the layer, or within the model for a part outside of layers; `*` replaces a number in the name.
+        part: name within the layer, or within the model for a part outside of layers. In this name, `*` replaces a number.
         stack: name of the layers without their number, such as `model.layers`, or "" for a part outside of layers.
         first, last: numbers of the row's first and last layer, or None for a part outside of layers.
         layers: number of layers that this row describes, even if the trace is folded.
         module_class: class of the module, or "" for a part without weights.
         count: number of modules with this name in one layer, such as the number of experts.
-        stored: storage dtypes of the base weights, the most frequent first.
-        runs: dtypes of the matmuls, the dtype with the most FLOPs first; without matmuls, dtypes of the part's outputs.
+        stored: storage dtypes of the base weights; the most frequent dtype is first.
+        runs: dtypes of the matmuls; the dtype with the most FLOPs is first. Without matmuls, dtypes of the part's outputs.
         adapters: dtypes of the adapters' weights.
         adapter_runs: dtypes of the adapters' matmuls.
-        bytes: bytes of the weights, adapters and buffers in all layers of the row.
+        bytes: total bytes of the weights, adapters and buffers in all layers of the row.
         findings: indices in `Report.findings` of the findings about this part.
     """
 
@@ -70,7 +71,7 @@ def split_layer(name: str) -> tuple[str, int, str] | None:
 
 
 def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
-    """Return (stack, layer number) of each traced layer -> number of the model's layers that this layer represents."""
+    """Return a dictionary from (stack, layer number) of each traced layer to the number of layers that the traced layer represents."""
     counts: dict[tuple[str, int], int] = {}
     for weight in trace.weights:
         split = split_layer(plain_name(weight.module))
@@ -81,7 +82,7 @@ def layer_counts(trace: Trace) -> dict[tuple[str, int], int]:
 
 
 def dtype_map(trace: Trace, findings: Sequence[Finding]) -> tuple[Row, ...]:
-    """Return a row for each part of a layer in order of execution, followed by rows for findings about whole layers."""
+    """Return a row for each part of a layer in order of execution, and then a row for each finding about a whole layer."""
     parts = _gather(trace)
     for call in trace.calls:
         _add_call(parts, call)
@@ -126,7 +127,7 @@ class _Part:
 
 
 def _host(module: str, parts: Mapping[str, _Part]) -> str | None:
-    """Return the key of `parts` that is the module's name or the name of its nearest parent in `parts`, or None."""
+    """Return the name in `parts` of the module or, if it is missing there, of the module's nearest parent; None without one."""
     return next((name for name in with_parents(plain_name(module)) if name in parts), None)
 
 
@@ -180,7 +181,7 @@ def _add_call(parts: dict[str, _Part], call: Call) -> None:
 
 
 def _marks(findings: Sequence[Finding], parts: Mapping[str, _Part]) -> dict[str, list[int]]:
-    """Return part -> indices of its findings. A finding that belongs to no part is listed under its layer."""
+    """Return a dictionary from each part to the indices of its findings. A finding that belongs to no part is listed under its layer."""
     marks: dict[str, list[int]] = {}
     for position, finding in enumerate(findings):
         for place in dict.fromkeys((finding.module, *finding.places)):

@@ -1,4 +1,4 @@
-"""The result of a check as data, which other modules write as text, JSON, SARIF and HTML."""
+"""The result of a check as data. Other modules write this data as text, JSON, SARIF and HTML."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,8 @@ class Record:
         trace: trace of the step on fake tensors, before any fix.
         findings: findings of the rules, sorted by severity (errors first) and then by code.
         seconds: wall-clock time of the whole check, in seconds.
-        again: applies fixes, traces the step again and returns the findings. None if the report was read from a file.
+        again: function that applies fixes, traces the step again and returns the findings. None if the report was read from a
+    file.
     """
 
     trace: Trace
@@ -45,7 +46,7 @@ class Record:
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """Findings about a step that runs but loses speed, memory or precision."""
+        """Findings about a step that runs, but loses speed, memory or precision."""
         return self._of("warning")
 
     @property
@@ -60,7 +61,7 @@ class Record:
 
     @property
     def complete(self) -> bool:
-        """True if the step was traced to its end. Otherwise, operators after an error were not checked."""
+        """True if the step was traced to its end. If False, operators after an error were not checked."""
         return self.trace.failure is None
 
     @property
@@ -75,12 +76,12 @@ class Record:
 
     @property
     def operators(self) -> int:
-        """Number of operators in a step of the whole model; a folded trace contains fewer operators."""
+        """Number of operators in a step of the whole model. A trace with folded layers contains fewer operators."""
         return sum(call.repeats for call in self.trace.calls)
 
     @property
     def time(self) -> StepTime | None:
-        """Lower bound of the step's time by published rates; None if these are unknown or the trace ended early."""
+        """Lower bound of the step's time by the device's published rates; None without published rates or if the trace ended early."""
         return step_time(self.trace)
 
     @property
@@ -111,12 +112,12 @@ class Record:
 
     @property
     def miswired(self) -> bool:
-        """True if the step runs and all its errors are about wiring, such as tokens with the wrong labels."""
+        """True if the step runs, and its only errors are about inputs, labels or masks, such as tokens with wrong labels."""
         return bool(self.errors) and all(finding.kind == "wiring" for finding in self.errors)
 
     @property
     def ranges(self) -> Known | None:
-        """Source of the ranges of float16 values: measured, known for the model's family, or unknown; else None."""
+        """Source of the value ranges in float16: measured, known for the model's family, or unknown. None for a step without float16."""
         if not computes_float16(self.trace):
             return None
         if self.trace.setup.ranges is not None:
@@ -125,12 +126,12 @@ class Record:
 
     @property
     def largest(self) -> Float16Value | None:
-        """The largest measured value of the forward in float16. None without a measurement."""
+        """The largest value that was measured in a float16 tensor of the forward. None without a measurement."""
         return largest(self.trace)
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Operators that are assumed to refuse their operands, because only similar operators were measured."""
+        """Operators that are assumed to refuse their operands' dtypes, because only similar operators were measured."""
         breaches = ((call.op, call.breach) for call in self.trace.breaches())
         return tuple(sorted({op for op, breach in breaches if breach is not None and breach.assumed}))
 
@@ -139,7 +140,7 @@ Outlook = Literal["repair", "unsafe", "untried", "caller", "left"]
 
 
 def repair_outlook(report: Record) -> dict[Outlook, tuple[Finding, ...]]:
-    """Group the errors and warnings by their first fix.
+    """Count the errors and warnings by their first fix.
 
     `repair`: `isotype.repair` applies the fix. `unsafe`: `isotype.repair` applies the fix with `unsafe=True`. `caller`:
     the user applies the fix. `untried`: the fix was not verified. `left`: no known fix works.

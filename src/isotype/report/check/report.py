@@ -1,4 +1,4 @@
-"""The public report of a check: its data, also as text, JSON, SARIF and HTML."""
+"""The public report of a check. The report can be written as text, JSON, SARIF and HTML."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,13 @@ from isotype.report.html import write_report
 
 @dataclass(frozen=True)
 class Report(Record):
-    """The report of a check of one training step. The class `Record` describes its data."""
+    """The report of a check of one training step. The class `Record` documents the report's data."""
 
     def raise_for_errors(self) -> None:
-        """Raise an error if the report has error findings.
+        """Raise an error if the report has findings with the severity "error".
 
         Raises:
-            PrecisionError: the report is not `ok`. The message has each error with its first fix.
+            PrecisionError: the report is not `ok`. The message contains each error with its first fix.
         """
         error = self.error()
         if error is not None:

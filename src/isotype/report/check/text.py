@@ -1,7 +1,7 @@
 """The report of a check as text: verdict, findings in the style of compilers, next steps, and cost.
 
-A line consists of pairs (text, style); plain text has no styles. Further lines of a wrapped text begin below the text's
-first word.
+A line consists of pairs (text, style). Lines of plain text have no styles. If a text is wrapped, its next lines begin
+below the first word of the text.
 """
 
 import re
@@ -48,7 +48,7 @@ STATUS: Mapping[Status, tuple[str, str]] = {
     "partial": ("interrupted", "? runs in part"),
     "clean": ("finished", "✓ runs clean"),
 }
-"""Maps the status of a check to (style on an HTML page, label)."""
+"""Maps the status of a check to its style on an HTML page and its label."""
 _COLOURS = {"failed": "bold red", "interrupted": "bold yellow", "finished": "bold green"}
 _PATTERNS_SHOWN = 8
 # The space between a number and its unit, where a line must not break.
@@ -62,7 +62,7 @@ def counts(report: Record) -> str:
 
 
 def verdict(report: Record) -> str:
-    """Return a sentence on whether the step runs on the device, with the number of findings."""
+    """Return a sentence that says whether the step runs on the device, with the number of findings."""
     title, peak = device_words(report.trace.setup), format_bytes(report.memory.peak)
     failure, counted = report.trace.failure, counts(report)
     per_device = " each" if report.trace.setup.devices > 1 else ""
@@ -73,12 +73,12 @@ def verdict(report: Record) -> str:
     match report.status:
         case "fails":
             short = [f"also {lacking}"] if report.fits is False else []
-            fact = "trains something other than intended" if report.miswired else f"fails on {title}"
+            fact = "runs, but does not train as intended" if report.miswired else f"fails on {title}"
             return f"This step {fact}: {'; '.join([*rest, *short])}"
         case "does not fit":
             return "; ".join([f"This step does not fit on {title}: it {lacking}", *rest])
         case "unknown":
-            return f"Unknown whether this step runs on {title}: {'; '.join(filter(None, (unseen, counted, untraced)))}"
+            return f"It is unknown whether this step runs on {title}: {'; '.join(filter(None, (unseen, counted, untraced)))}"
         case "costs":
             unmeasured = [] if report.ranges in (None, "measured") else [_UNMEASURED]
             towers = [_unseen(report)] if report.unseen else []
@@ -95,10 +95,10 @@ def verdict(report: Record) -> str:
 
 
 def _unseen(report: Record) -> str:
-    return f"the step does not use {listed(report.unseen)}: only text was checked (--image 1024x768 adds an image)"
+    return f"the step does not use {listed(report.unseen)}, so only the text part was checked (--image 1024x768 adds an image)"
 
 
-_UNMEASURED = "its values in float16 were not measured"
+_UNMEASURED = "its float16 values were not measured"
 
 
 def _where(phase: str, module: str) -> str:
@@ -135,17 +135,18 @@ def fix_scope(fix: Fix) -> str:
 
 
 def fix_standing(fix: Fix) -> str:
-    """Describe a fix's scope, safety and outcome, as in `"a setting; safe; verified: the step then runs clean"`."""
+    """Describe the scope, the safety and the outcome of a fix, as in `"a setting; safe; verified: the step then runs clean"`."""
     tried = "verified" if fix.verified else "not verified"
     words = [word for word in (fix_scope(fix), fix.safety, tried) if word]
     return "; ".join(words) + (f": {fix.outcome}" if fix.outcome else "")
 
 
 def fold_places(places: Iterable[str], layers: Mapping[tuple[str, int], int]) -> list[tuple[str, str, int]]:
-    """Group modules that differ only in their layer number. Return (layers or "", part, number of modules) for each group.
+    """Group modules whose names differ only in the layer number. Return (layers or "", part, number of modules) for each
+    group.
 
-    `model.layers.0.mlp` … `model.layers.29.mlp` become `("model.layers.0-29", "mlp", 30)`. The modules of the whole model
-    are counted, even if the trace is folded.
+    For example, `model.layers.0.mlp` … `model.layers.29.mlp` become `("model.layers.0-29", "mlp", 30)`. The modules of
+    the whole model are counted, even if the trace has folded layers.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for place in dict.fromkeys(map(plain_name, places)):
@@ -172,7 +173,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def elide(name: str, width: int) -> str:
-    """Return a name. If the name is longer than `width` columns, replace its middle with `…`."""
+    """Return a name. If the name is longer than `width` columns, replace the middle of the name with `…`."""
     if len(name) <= width:
         return name
     head = max(0, (width - 1) // 3)
@@ -180,7 +181,7 @@ def elide(name: str, width: int) -> str:
 
 
 def ranges_words(report: Record) -> str:
-    """Describe the largest measured float16 value, with date and data of the measurement. Return "" without a value."""
+    """Describe the largest measured float16 value, with the date and the data of the measurement. Return "" without a value."""
     largest, ranges = report.largest, report.trace.setup.ranges
     if ranges is None or largest is None:
         return ""
@@ -207,20 +208,25 @@ def trust(report: Record) -> list[tuple[str, str]]:
     if report.ranges in ("known", "unknown"):
         known = report.trace.setup.family_ranges
         family = f"; known of the model's family: {known}" if known else ""
-        rows.append(("not seen", f"values may exceed float16's 65,504: they were not measured{family}"))
+        rows.append(
+            (
+                "not seen",
+                f"values may exceed float16's largest number, 65,504, because they were not measured{family}",
+            )
+        )
     return rows
 
 
 def sharding_notes(setup: Setup) -> Iterator[str]:
-    """Yield the assumptions behind the memory figures of an FSDP step."""
+    """Yield the assumptions of the memory figures of an FSDP step."""
     if setup.fsdp and setup.devices == 1:
-        yield "the number of devices: the memory figures are for one device with all weights; --devices N (devices=N) sets the number"
+        yield "the number of devices, so the memory figures are for one device with all weights; --devices N (devices=N) sets the number"
     elif setup.fsdp == 1:
-        yield "buffers that only FSDP1 needs: the memory figures are for FSDP2"
+        yield "buffers that only FSDP1 needs, because the memory figures are for FSDP2"
 
 
 def next_steps(report: Record, commands: bool = True) -> list[tuple[str, str]]:
-    """Return (label, sentence) for each next step of the user. With `commands`, the fixes contain their commands."""
+    """Return (label, sentence) for each next step of the user. If `commands` is True, the fixes contain their commands."""
     outlook = repair_outlook(report)
     every = plural(sum(map(len, outlook.values())), "finding")
     share = {group: f"{len(findings):,} of {every}" for group, findings in outlook.items()}
@@ -252,7 +258,7 @@ _ORDERS_SHOWN = 3
 
 
 def _orders(findings: Sequence[Finding], commands: bool) -> list[str]:
-    """Return a line for each fix that the user has to apply, beginning with the rule code of the first finding."""
+    """Return a line for each fix that the user has to apply. The line begins with the rule code of the first finding."""
     orders: dict[str, str] = {}
     for finding in findings:
         fix = finding.fixes[0]
@@ -287,10 +293,10 @@ class _Writer:
     """Writes a report as styled lines: verdict, findings, next steps, and the cost of the step.
 
     Attributes:
-        width: maximum columns of a line. Only very long words exceed this width.
+        width: maximum columns of a line. Only words that are longer than `width` exceed this width.
         in_script: True if the step ran in a script under `isotype run`.
         command_width: maximum columns of a command, or None to write each command on one line.
-        whole: True for all details of findings, memory and time.
+        whole: True to write all details of findings, memory and time.
     """
 
     report: Record
@@ -384,7 +390,7 @@ class _Writer:
         return text
 
     def _hang(self, head: Line, text: str, style: str = "") -> list[Line]:
-        """Return lines that start with `head`. Further lines of `text` are indented by the width of `head`."""
+        """Return lines that start with `head`. All lines of `text` after the first are indented by the width of `head`."""
         indent = sum(len(part) for part, _ in head)
         unbroken, room = _UNIT.sub("\N{NO-BREAK SPACE}", text), max(24, self.width - indent)
         wrapped = textwrap.wrap(unbroken, room, break_long_words=False, break_on_hyphens=False)

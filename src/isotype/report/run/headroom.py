@@ -1,6 +1,6 @@
-"""Compares the largest output values of a model's blocks during a run with float16's largest number.
+"""Compares the largest output values of a model's blocks during a run with the largest number of float16.
 
-The results are quantiles and medians over sampled micro-batches, which one unusual batch hardly changes.
+The results are quantiles and medians over the sampled micro-batches, so one unusual batch has little effect.
 """
 
 import math
@@ -35,7 +35,7 @@ class Headroom:
 
     Attributes:
         blocks: fully qualified names of the blocks, in forward order.
-        dtype: dtype of the blocks' outputs. Values above 65504 overflow only if the dtype is `"float16"`.
+        dtype: dtype of the blocks' outputs. Values above 65504 overflow only in `"float16"`.
         samples: sampled micro-batches, in the order of the steps.
     """
 
@@ -46,12 +46,13 @@ class Headroom:
 
 @dataclass(frozen=True)
 class BlockHeadroom:
-    """Statistics of one block over the run. Each sample is the largest magnitude of the block's output in a micro-batch.
+    """Statistics of one block over the run. Each sample is the largest magnitude in the block's output for one
+    micro-batch.
 
     Attributes:
         high: 0.9 quantile of the samples.
         headroom: 65504 / `high`, or infinite if the block returned only zeros.
-        change: median of the last third of the samples, divided by the median of the first third. None for fewer than
+        change: median of the last third of the samples, divided by the median of the first third. None if there are fewer than
             six samples.
     """
 
@@ -63,7 +64,7 @@ class BlockHeadroom:
 
     @property
     def used(self) -> float:
-        """Fraction of float16's range that `high` reaches, on a logarithmic scale."""
+        """Fraction of float16's range up to `high`, on a logarithmic scale."""
         return min(1.0, max(0.0, math.log2(max(self.high, 1.0)) / math.log2(FLOAT16_LARGEST)))
 
 
@@ -84,9 +85,9 @@ def in_words(headroom: Headroom) -> str:
     least = min(by_block(headroom), key=lambda block: block.headroom)
     sampled = f"{len(headroom.samples):,} sampled"
     several = len(headroom.samples) > 1
-    where = f"in nine of ten micro-batches ({sampled})" if several else "in the one sampled micro-batch"
+    where = f"in nine of ten micro-batches ({sampled})" if several else "in the only sampled micro-batch"
     if math.isinf(least.high):
-        return f"{least.name} passes 65,504, float16's largest number, in more than one of ten micro-batches ({sampled})."
+        return f"In more than one of ten micro-batches ({sampled}), outputs of {least.name} exceed 65,504, the largest number of float16."
     text = (
         f"{least.name} has the largest outputs: up to {format_number(least.high, 4)} {where}. "
         f"float16's largest number, 65,504, is {format_number(least.headroom, 3)} times as large."
@@ -98,5 +99,5 @@ def in_words(headroom: Headroom) -> str:
         grew = "grew" if least.change > 1 else "shrank"
         text += f" The block's outputs {grew} by a factor of {format_number(ratio, 3)} over the run."
     if headroom.dtype != "float16":
-        text += f" The blocks return their outputs in {headroom.dtype}, whose range is far larger."
+        text += f" The blocks return their outputs in {headroom.dtype}, which has a far larger range."
     return text

@@ -1,7 +1,7 @@
 """A run report as one self-contained HTML file.
 
-The page's content security policy forbids all external resources, and all scripts except uPlot and `run.js`. The script
-`run.js` draws the curves with uPlot.
+The page's content security policy forbids external resources, and all scripts except uPlot and `run.js`. `run.js`
+draws the curves with uPlot.
 """
 
 import json
@@ -153,16 +153,16 @@ def _share(part: int, whole: int) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a run report. The script `run.js` draws the chart.
+    """A chart of a run report. `run.js` draws the chart.
 
     Attributes:
-        columns: names of the curves' values. A name is a field of `StepRecord`, a metric that the trainer logged, or a
+        columns: names of the values of the curves. A name is a field of `StepRecord`, a metric that the trainer logged, or a
             value that `run.js` computes (`tokens_per_second`, `memory_gib`, `loss_scale_exponent`).
         remark: text that is shown while the mouse pointer is not over the chart.
         zero: True if the value axis includes 0.
-        held: True if the chart also shows the losses on held-back data.
-        stairs: True if each value is drawn as a horizontal line that ends at the next step.
-        format: format of the values. `"power"` writes a value as an exponent of 2.
+        held: True if the chart also shows the losses on held-out data.
+        stairs: True if each value is drawn as a horizontal line until the next step.
+        format: format of the values. For `"power"`, a value is written as an exponent of 2.
         marks: steps that are marked at the bottom of the chart.
     """
 

@@ -1,4 +1,4 @@
-"""The data of a training run, its JSON format, and sentences about its losses and rewards."""
+"""The data of a training run, its JSON format, and sentences about losses and rewards."""
 
 import math
 import statistics
@@ -16,7 +16,7 @@ from isotype.report.run.headroom import Headroom
 from isotype.report.text import format_share
 
 SCHEMA_VERSION = 2
-"""Version of the JSON format. The version increases when a program for the old format would misread the new format."""
+"""Version of the JSON format. The version increases when programs for the old format would misread the new format."""
 
 HTML_NAME = "run_report.html"
 JSON_NAME = "run_report.json"
@@ -31,11 +31,11 @@ class StepRecord:
         loss: training loss of the step; can be NaN or infinite.
         learning_rate: learning rate of the step.
         grad_norm: norm of the gradients before clipping, without the loss scale; None if not measured.
-        tokens: number of tokens, without padding, in the sequences of the step's loss, summed over all processes.
-            A completion that GRPO or RLOO uses in several steps is counted in each of these steps.
+        tokens: number of tokens, without padding, in the sequences of the step's loss, summed over all processes. A completion
+            that GRPO or RLOO uses in several steps is counted in each of these steps.
         seconds: duration of the step in seconds, including the generation of completions.
-        memory_bytes: peak memory of this process, in bytes; 0 if not measured. On a GPU, torch's allocated memory counts.
-            On a CPU, the resident size of the process is read every 20 ms, so that short peaks may be missed.
+        memory_bytes: peak memory of this process, in bytes; 0 if not measured. On a GPU, torch's allocated memory counts. On a
+            CPU, the resident size of the process is read every 20 ms, so that short peaks may be missed.
         loss_scale: scale that the GradScaler used in the step; None without loss scaling.
         skipped: true if the GradScaler skipped the optimizer step.
         metrics: names and values of the other metrics that the trainer logged after the step, such as `rewards/margins`.
@@ -74,7 +74,7 @@ class Sample:
         question: text of the question.
         before, after: the model's answers before and after training; None if not recorded.
         reference: the data set's answer.
-        pictures: the images in the question, made smaller and written as data URLs.
+        pictures: the images in the question, reduced in size and written as data URLs.
     """
 
     question: str
@@ -91,13 +91,13 @@ class DataSummary:
     Attributes:
         rows: number of training rows.
         held_back: number of rows that are used only to compute the held-back loss.
-        effective_batch: number of rows (or packs) in one optimizer step, over all micro-batches and processes.
+        effective_batch: number of rows (or packs of rows) in one optimizer step, over all micro-batches and processes.
         epochs: number of times that the run passes over the rows.
         lengths: 50, 90 and 99 % quantiles of the tokens per row, before rows are cut; None if unknown.
         cut_rows: number of rows that are longer than the length limit.
         cut_share: share of all tokens that are beyond the length limit, 0 to 1.
         padding_share: share of padding among the tokens of a batch, 0 to 1; None if unknown.
-        packs: number of packs of `--max_length` tokens that `--packing` makes; None if rows are not packed.
+        packs: number of packs with `--max_length` tokens that `--packing` creates; None if rows are not packed.
     """
 
     rows: int
@@ -112,14 +112,14 @@ class DataSummary:
 
     @property
     def rows_words(self) -> str:
-        """Number of rows, packs and held-back rows, as in `90 rows in 12 packs, 10 held back`."""
+        """Describe the number of rows, packs and held-out rows, as in `90 rows in 12 packs, 10 held back`."""
         packs = "" if self.packs is None else f" in {plural(self.packs, 'pack')}"
         held_back = f", {self.held_back:,} held back" if self.held_back else ""
         return f"{plural(self.rows, 'row')}{packs}{held_back}"
 
     @property
     def step_words(self) -> str:
-        """Number of rows or packs in an optimizer step, as in `8 rows` or `1 pack`."""
+        """Describe the number of rows or packs in an optimizer step, as in `8 rows` or `1 pack`."""
         return plural(self.effective_batch, "row" if self.packs is None else "pack")
 
 
@@ -140,18 +140,18 @@ class RunRecord:
         method: the training method: "sft", "dpo", "grpo", …
         command: the shell command that started the run.
         started: time at which the command started, ISO 8601.
-        finished: time of the end, ISO 8601, with a UTC offset if `started` has one; None if unknown.
+        finished: time at which the run ended, ISO 8601, with a UTC offset if `started` has one; None if unknown.
         status: how the run ended, or `"running"`.
         error: the error that ended a failed run.
         policy: the precision policy.
         versions: libraries and their versions.
         parameters_total: number of parameters of the model, including adapters.
         parameters_trainable: number of trained parameters.
-        weight_bytes: (storage dtype, bytes of the weights in it), such as `("nf4", n)`.
+        weight_bytes: pairs (storage dtype, total bytes of the weights in this dtype), such as `("nf4", n)`.
         settings: names and values of the hyperparameters.
         resumed_from: step of the checkpoint at which the run was resumed; None for a new run.
         data: the training data; None if unknown.
-        headroom: the blocks' largest output values in a float16 run; None in another dtype.
+        headroom: the largest output values of the blocks in a float16 run; None in another dtype.
         earlier_seconds: total duration, in seconds, of the earlier commands of a resumed run.
 
     Raises:
@@ -197,20 +197,21 @@ class RunRecord:
         if len({time.utcoffset() is None for time in parsed}) > 1:
             what = f"started = {self.started!r}, finished = {self.finished!r}"
             fix = "take both from datetime.now(timezone.utc).isoformat()"
-            problems.append(Problem(what, "a UTC offset in both or in neither", fix))
+            problems.append(Problem(what, "a UTC offset in both times or in neither", fix))
         if problems:
             raise IsotypeError("this run cannot be recorded", problems)
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A summary of a run's steps. A value that was not measured is None.
+    """A summary of a run's steps. Values that were not measured are None.
 
     Attributes:
         steps: number of recorded optimizer steps.
         skipped: number of steps that the GradScaler skipped.
         tokens: tokens of all steps, without padding.
-        seconds: wall-clock time of the run and of earlier commands that it resumes. If the end is unknown, time of all steps.
+        seconds: wall-clock time of the run, including earlier commands that this run resumes. If the end of the run is unknown,
+            total time of all steps.
         first_loss: mean training loss of the first `window` steps.
         final_loss: mean training loss of the last `window` steps; NaN if one of these losses is NaN.
         window: number of steps in `first_loss` and `final_loss`: a tenth of the steps, but at least 1 and at most 10.
@@ -312,7 +313,8 @@ class Rewards:
     Attributes:
         step: step after which the trainer logged the rewards.
         mean, spread: mean and standard deviation of the rewards.
-        equal: fraction of groups (the completions of one prompt) with equal rewards, which have no gradient.
+        equal: fraction of groups with equal rewards, which cause no gradient. A group consists of the completions of one
+    prompt.
     """
 
     step: int
@@ -346,7 +348,7 @@ def reward_warnings(steps: Sequence[StepRecord]) -> tuple[str, ...]:
     if equal_rewards(steps) != 1:
         return ()
     return (
-        "in every group all rewards are equal, so the model learns nothing. Use a reward function that "
+        "in every group, all rewards are equal, so the model learns nothing. Use a reward function that "
         "distinguishes answers, a higher --temperature or more --num_generations",
     )
 
@@ -365,7 +367,7 @@ def _reward_sentence(steps: Sequence[StepRecord]) -> tuple[str, ...]:
 
 
 _FEWEST = 10
-"""Minimum number of training losses for a trend. Losses are noisy, because each step has other rows."""
+"""Minimum number of training losses for a trend. Losses are noisy, because each step uses other rows."""
 _SAME = 1e-3
 """Losses count as equal if their relative difference is below this value."""
 
@@ -373,8 +375,9 @@ _SAME = 1e-3
 def _noise(losses: Sequence[float], window: int) -> float:
     """Return twice the standard error of the difference between the means of the first and last `window` losses.
 
-    The noise is estimated from differences of successive losses, which a trend hardly changes. For normal noise, their
-    median magnitude is 0.954 times the standard deviation of the noise.
+    The noise is estimated from the differences of successive losses, because a trend hardly changes these
+    differences. For normal noise, the median magnitude of the differences is 0.954 times the standard deviation of
+    the noise.
     """
     steps = [abs(b - a) for a, b in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
     spread = 2 * math.sqrt(2 / window) * statistics.median(steps) / 0.954 if steps else 0.0

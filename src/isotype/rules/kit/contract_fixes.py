@@ -34,7 +34,9 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
             yield fix(text, "buffer", together, expected, safe=widens)
     if group.cause.kind == "state":
         stale = [starred(w.module) for w, state in quantized(trace) if state.state == group.cause.dtype]
-        yield fix(f"set the quantization states' dtype to {expected}", "state", stale or names, expected)
+        yield fix(
+            f"set the dtype of the quantization states to {expected}", "state", stale or names, expected
+        )
     if group.mismatched.dtype == torch.float32 and (own := _combined(trace, group)):
         yield from _parameter_fixes(trace, group, own, "float32")
     yield from _hook_fixes(trace, group, expected)
@@ -56,7 +58,7 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
     stored = any(_is_stored(trace, call, operand) for call, operand in to_cast)
     if called and not stored and (len(called) <= 3 or group.refused == "dtype"):
         into = _written_into(group)
-        what = f"the operands to {expected}" if into is None else f"what is written to {into}"
+        what = f"the operands to {expected}" if into is None else f"the tensor that is written to {into}"
         back = group.refused == "dtype" and group.mismatched.dtype in HALVES
         back = back and not any(name in group.calls[0].op for name in _OTHER_RESULTS)
         after = ", and the result back" if back else ""
@@ -64,27 +66,28 @@ def candidates(trace: Trace, group: Group) -> Iterator[Fix]:
 
 
 def _is_stored(trace: Trace, call: Call, operand: Operand) -> bool:
-    """Return whether a cast at the call's line cannot reach the operand: a norm of torch reads its own weight there.
+    """Return True if a cast at the call's line cannot cast the operand, because a norm of torch reads its own weight
+    there.
 
-    Also true for a batch norm's statistics: the call would update copies of them.
+    The statistics of a batch norm also count, because the call would update copies of them.
     """
     of_norm = "norm" in call.op and hasattr(torch.nn, trace.modules.get(call.module, ""))
     return (of_norm and _is_own(operand, call)) or operand.role in STATISTICS
 
 
 def _combined(trace: Trace, group: Group) -> list[Weight]:
-    """Return a module's 16-bit weights that its code combines with what it has cast to float32: `linear(x.float(), self.weight)`."""
+    """Return a module's 16-bit weights that its code combines with tensors cast to float32, as in `linear(x.float(), self.weight)`."""
     by_code = (c for c in group.calls if group.cause.kind == "cast" and c.module == group.cause.module)
     own = (o.origin.name for call in by_code for o in call.floats if o.dtype in HALVES and _is_own(o, call))
     return [trace.owners[name] for name in dict.fromkeys(own) if name in trace.owners]
 
 
 _OTHER_RESULTS = ("fft", "numpy")
-"""Words in the names of functions whose results are complex numbers or arrays. A cast to 16 bits would destroy them."""
+"""Words in the names of functions that return complex numbers or arrays. A cast of their results to 16 bits would discard the imaginary parts."""
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
-    """Yield the buffers and plain tensors that share the module and the dtype of a mismatched tensor."""
+    """Yield the buffers and plain tensors that have the same module and the same dtype as a mismatched tensor."""
     homes = {cause.name.rpartition(".")[0] for cause in group.causes}
     dtypes = {weight.name: weight.dtype for weight in trace.weights if weight.buffer}
     for operand in (operand for call in trace.calls for operand in call.operands):
@@ -96,7 +99,7 @@ def _neighbours(trace: Trace, group: Group) -> Iterator[str]:
 
 
 def _written_into(group: Group) -> str | None:
-    """Return the dtype of the tensors that the group's calls write into; None without such tensors or for several dtypes."""
+    """Return the dtype of the tensors that the calls of the group write into; None without such tensors, or if their dtypes differ."""
     op = group.calls[0].op
     name = op.split(".")[1] if op.count(".") > 1 else ""
     in_place = name.endswith("_") and not name.endswith("__")  # `aten.lerp_.Scalar`
@@ -136,7 +139,7 @@ def _adapter_fixes(trace: Trace, group: Group) -> Iterator[Fix]:
 
 
 def _adapted(module: str, modules: Mapping[str, str]) -> str:
-    """Return the layer that the adapter `module` adapts: its nearest parent with a `base_layer`, else its direct parent."""
+    """Return the layer that the adapter `module` adapts: its nearest parent with a `base_layer`, or else its direct parent."""
     _, *around = with_parents(module)
     return next((name for name in around if f"{name}.base_layer" in modules), module.rpartition(".")[0])
 
@@ -184,12 +187,12 @@ def _parameter_fixes(trace: Trace, group: Group, blamed: Sequence[Weight], expec
 
 
 def _runs_in(group: Group, modules: Sequence[str]) -> bool:
-    """Return whether one of `modules` runs a call of the group. If none does, a cast in `modules` fixes nothing."""
+    """Return True if one of `modules` runs a call of the group. If no module does, a cast in `modules` fixes nothing."""
     return any(call.module and starred(call.module) in map(starred, modules) for call in group.calls)
 
 
 def _keeps_digits(weight: Weight, expected: str) -> bool:
-    """Return whether a weight is frozen, is not pinned to float32, and keeps all values in a cast to `expected`."""
+    """Return True if a weight is frozen, is not pinned to float32, and keeps all values in a cast to `expected`."""
     if weight.trainable or weight.pinned:
         return False
     if expected == "float32" and weight.dtype.itemsize < 4:
@@ -238,7 +241,7 @@ def _hook_fixes(trace: Trace, group: Group, expected: str) -> Iterator[Fix]:
 
 
 def _leads_to(trace: Trace, module: str, group: Group) -> bool:
-    """Return whether `module` runs and one of the group's calls is outside of it, so that it can use the module's output."""
+    """Return True if `module` runs, and a call of the group is outside of `module`. The call may then use the output of `module`."""
     outside = (not in_module(starred(call.module), module) for call in group.calls)
     return starred(module) in _running(trace) and ("*" in module or any(outside))
 
@@ -250,7 +253,7 @@ def _running(trace: Trace) -> set[str]:
 
 
 def _decide(group: Group, modules: Iterable[str]) -> bool:
-    """Return whether `modules` decide the dtype of all operands that have no kernel; True if the operands mix dtypes."""
+    """Return True if `modules` decide the dtype of all operands that have no kernel, or if the operands mix dtypes."""
     if group.refused != "dtype":
         return True
     names = set(map(starred, modules))
@@ -260,7 +263,7 @@ def _decide(group: Group, modules: Iterable[str]) -> bool:
 
 
 def _home(step: Origin) -> str | None:
-    """Return the module that chose a dtype, or that owns the weight with this dtype; None outside of the model."""
+    """Return the module that chose a dtype, or that has the weight with this dtype; None outside of the model."""
     if step.kind in ("parameter", "buffer"):
         return starred(step.name.rpartition(".")[0])
     return None if step.kind in ("data", "input", "outside") else starred(step.module)
@@ -282,7 +285,7 @@ def _modules(trace: Trace) -> Mapping[tuple[str, str], list[str]]:
 
 
 def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
-    """Add the same weights of other layers with the same dtype; `*` replaces the number if these are all layers."""
+    """Add the weights with the same name and dtype in other layers. If all layers have them, `*` replaces the layer number."""
 
     def written(name: str) -> Iterator[str]:
         weight = trace.owners.get(name)
@@ -297,7 +300,7 @@ def weights_meant(trace: Trace, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def modules_meant(trace: Trace, modules: Iterable[str]) -> tuple[str, ...]:
-    """Return module names, with `*` for the layer number if `modules` contains this module of every traced layer."""
+    """Return module names. If `modules` contains this module of every traced layer, `*` replaces the layer number."""
     names = dict.fromkeys(modules)
     unknown = trace.failure is not None or any(weight.repeats > 1 for weight in trace.weights)
 

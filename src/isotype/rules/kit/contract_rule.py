@@ -1,4 +1,4 @@
-"""The findings of rules on broken contracts (IST1xx). One finding contains all operators that fail for one cause."""
+"""The findings of rules on broken contracts (IST1xx). One finding contains all operators that fail for the same cause."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ def with_groups(module: str, trace: Trace) -> Iterator[tuple[Group, Finding]]:
 
 
 def settled(trace: Trace) -> frozenset[tuple[str, str]]:
-    """Return (code, cause) of the errors in an unfinished trace that a trace of the full step also contains."""
+    """Return (code, cause) for those errors of an incomplete trace that a complete trace would also contain."""
     codes = {code for code, claim in all_claims() if claim.headline and claim.settled}
     return frozenset(
         (group.code, cause_text(group.cause, trace.owners)) for group in groups(trace) if group.code in codes
@@ -34,7 +34,7 @@ def settled(trace: Trace) -> frozenset[tuple[str, str]]:
 
 
 def of_failure(trace: Trace, failure: Failure) -> Finding | None:
-    """Return a finding if the model's own code raised an error about a tensor's dtype; else None."""
+    """Return a finding if the model's code raised an error about a tensor's dtype; else None."""
     accepted = dtypes_in(_TAKES.search(failure.error))
     refused = frozenset() if accepted else dtypes_in(_REFUSES.search(failure.error))
     tensors = [o for o in failure.operands if o.origin.cause.kind != "constant"]
@@ -54,13 +54,13 @@ def of_failure(trace: Trace, failure: Failure) -> Finding | None:
     narrowest = min(accepted, key=lambda dtype: (dtype.itemsize, str(dtype)), default=compute)
     expected = compute if compute in accepted else narrowest
     causes = distinct(origin for o in mismatched for origin in _alike(o.origin.cause, trace.owners))
-    headline = "the model's own code refuses {given}"
+    headline = "the model's own code does not accept {given}"
     group = Group((call,), mismatched[0], causes, expected, compute, "by the model", headline=headline)
     return _finding(trace, group)
 
 
 def _alike(cause: Origin, owners: Mapping[str, Weight]) -> Iterator[Origin]:
-    """Yield `cause`. If it is a weight, also yield weights of the same name and dtype in modules of the same class."""
+    """Yield `cause`. If the operand is a weight, also yield weights with the same name and dtype in modules of the same class."""
     yield cause
     owner = owners.get(cause.name) if cause.kind == "parameter" else None
     if owner is None:
@@ -75,12 +75,12 @@ _TAKES = re.compile(
     r"(?:must be|only supports?|expects?|only)\b(.*?)(?:,? but (?:got|found)| (?:is|are) supported|$)",
     re.IGNORECASE | re.DOTALL,
 )
-"""The part of an error that names the accepted dtypes: "must be either float or double"."""
+"""The part of an error that names the accepted dtypes, as in "must be either float or double"."""
 _REFUSES = re.compile(
     r"(?:unsupported|not implemented for|(?:not|n't) support(?:ed)?\b|\bgot\b|\bfound\b)(.*)",
     re.IGNORECASE | re.DOTALL,
 )
-"""The part of an error that names the refused dtype: "Unsupported dtype BFloat16"."""
+"""The part of an error that names the refused dtype, as in "Unsupported dtype BFloat16"."""
 
 
 def _finding(trace: Trace, group: Group) -> Finding:
@@ -112,5 +112,5 @@ def _notes(group: Group, trace: Trace) -> tuple[str, ...]:
     notes = (*known[:1], *more(others, "operator", same), *device_error(first.refusal))
     if first.breach is None or not first.breach.assumed:
         return notes
-    by_family = "assumed from the operator's family: not measured on this device"
+    by_family = "assumed from similar operators, because this operator was not measured on this device"
     return (*notes, f"assumed: {unlike}" if unlike else by_family)

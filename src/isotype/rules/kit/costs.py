@@ -1,9 +1,9 @@
 """Costs of findings that raise no error (rules IST2xx and IST6xx): FLOPs, casts, bytes and estimated time.
 
-By the roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009), an operator takes the longer of two times. One
-is its FLOPs at the peak rate of its dtype, the other its bytes at the memory bandwidth. A step's time is the sum over
-its operators, without fusion and launch costs. Estimates for tiny models mean little, because launches take most of
-their time.
+The roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009) estimates the time of an operator as the longer of
+two times. The first time is its FLOPs divided by the peak rate of its dtype. The second time is its bytes divided by
+the memory bandwidth. The time of a step is the sum of the times of its operators, without fusion and launch costs. For
+tiny models, the estimates are too small, because launches take most of the time.
 """
 
 import math
@@ -25,7 +25,7 @@ from isotype.rules.kit.groups import per_trace
 
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _UNWRITTEN = tuple(f"aten.{name}." for name in _EMPTY)
-"""Prefixes of the names of operators that return memory and do not write to it."""
+"""Prefixes of the names of operators that return memory, but do not write to the memory."""
 _CASTS = ("aten._to_copy.", "prims.convert_element_type.")
 
 
@@ -41,7 +41,7 @@ class Cast:
 
     @property
     def widens(self) -> bool:
-        """True if the result takes more bytes than the operand."""
+        """True if the result takes more bytes per element than the operand."""
         return self.after.itemsize > self.before.itemsize
 
     @property
@@ -61,15 +61,15 @@ def casts(trace: Trace) -> tuple[Cast, ...]:
 
 
 def by_autocast(origin: Origin) -> bool:
-    """Return True if autocast made a cast; False if a call such as `.to()` or `.float()` made it."""
+    """Return True if autocast made a cast, and False if a call such as `.to()` or `.float()` made the cast."""
     return origin.kind == "autocast" or (origin.kind == "cast" and origin.name not in CAST_FUNCTIONS)
 
 
 def root(origin: Origin) -> Origin:
-    """Return the origin to blame for a wide dtype.
+    """Return the origin that causes a wide dtype.
 
-    This is `Origin.cause`, with one exception: a quantized layer or an adapter casts a wide input to a narrower dtype,
-    and casts the output to the wide dtype again. Then the input's origin is to blame.
+    The origin is `Origin.cause`, with one exception: a quantized layer or an adapter may cast a wide input to a
+    narrower dtype and its output back to the wide dtype. In this case, the origin of the input is returned.
     """
     blamed = origin.cause
     while blamed.kind in ("cast", "autocast"):
@@ -83,14 +83,14 @@ def root(origin: Origin) -> Origin:
 
 @cache
 def is_view(op: str) -> bool:
-    """Return whether an operator returns a view of its operand and moves no bytes."""
+    """Return True if an operator returns a view of its operand and moves no bytes."""
     operator = _operator(op)
     return op.startswith("prim.") or (operator is not None and operators.is_view(operator))
 
 
 @cache
 def allocates(op: str) -> bool:
-    """Return whether an operator allocates memory for its results; views and in-place operators do not."""
+    """Return True if an operator allocates memory for its results. Views and in-place operators do not."""
     operator = _operator(op)
     written = operator is not None and any(value.alias_info for value in operator_schema(operator).returns)
     return not written and not is_view(op)
@@ -115,7 +115,7 @@ def bytes_moved(call: Call) -> int:
 
 
 def new_pages(call: Call) -> int:
-    """Return the bytes of results for which malloc requests new memory pages, in all `call.repeats` equal calls."""
+    """Return the bytes of results that need new memory pages from malloc, in all `call.repeats` equal calls."""
     if not allocates(call.op):
         return 0
     sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in call.results)
@@ -125,7 +125,8 @@ def new_pages(call: Call) -> int:
 def seconds(call: Call, rates: Mapping[torch.dtype, float], bandwidth: float) -> float:
     """Return the time of all `call.repeats` equal calls by the roofline model, in seconds.
 
-    `rates` are in FLOP/s, `bandwidth` is in bytes/s. For a dtype without a rate, only the bytes count.
+    The unit of `rates` is FLOP/s, and the unit of `bandwidth` is bytes/s. If `rates` has no rate for a dtype, only
+    the bytes count.
     """
     dtype, memory = call.run_dtype, bytes_moved(call) / bandwidth
     rate = None if dtype is None else rates.get(dtype)
@@ -139,10 +140,11 @@ def slowdown(
     gone: Iterable[Call] = (),
     stand_in: torch.dtype | None = None,
 ) -> float | None:
-    """Return the step's time divided by the changed step's time, by the roofline model; None if a rate is missing.
+    """Return the time of the step divided by the time of a changed step, by the roofline model; None if a rate is
+    missing.
 
-    The changed step lacks the calls in `gone`, and runs the `costly` calls in the dtype `wanted`. In a narrower dtype,
-    a call moves fewer bytes. A dtype without a published rate gets the rate of the dtype `stand_in`.
+    The changed step does not run the calls in `gone`, and runs the calls in `costly` in the dtype `wanted`. A call in
+    a narrower dtype moves fewer bytes. A dtype without a published rate gets the rate of the dtype `stand_in`.
     """
     rates, bandwidth = trace.setup.profile.rates, trace.setup.profile.memory_bandwidth
     costly = list(costly)
@@ -172,7 +174,7 @@ def flops_share(trace: Trace, calls: Iterable[Call]) -> float:
 
 
 def estimate(cost: Cost, trace: Trace) -> tuple[str, ...]:
-    """Return a note with the estimated slowdown and the rates' source; no note for a slowdown below 0.5 %."""
+    """Return a note with the estimated slowdown and the source of the rates; no note for a slowdown below 0.5 %."""
     if cost.slowdown is None or cost.slowdown < 1.005:
         return ()
     title = trace.setup.profile.title
@@ -229,7 +231,7 @@ def step_time(trace: Trace) -> StepTime | None:
 
 
 def traffic_of(trace: Trace, call: Call) -> int:
-    """Return the bytes that a call moves. For an optimizer's call, add the bytes of layers that are not traced."""
+    """Return the bytes that a call moves. For a call of an optimizer, add the bytes for layers that are not traced."""
     size = bytes_moved(call)
     return round(size * _folded(trace)) if call.phase == "optimizer" else size
 
@@ -242,13 +244,13 @@ def _folded(trace: Trace) -> float:
 
 
 def least_flops(call: Call) -> float:
-    """Return the FLOPs of `call` and the calls it represents. Attention has half the FLOPs, as with a causal mask."""
+    """Return the FLOPs of `call` and of the equal calls that it represents. Attention counts half, as with a causal mask."""
     count = call.flops * call.repeats
     return count / 2 if any(kernel in call.op for kernel in _ATTENTION) else count
 
 
 def dense_stacks(trace: Trace) -> tuple[list[Weight], int]:
-    """Return the frozen stacks of experts with a float dtype, and their bytes in all layers."""
+    """Return the frozen weights of stacked experts that have a float dtype, and their bytes in all layers."""
     frozen = (weight for weight in trace.weights if not (weight.trainable or weight.buffer))
     stacks = [weight for weight in frozen if len(weight.shape) == 3 and weight.dtype.is_floating_point]
     return stacks, sum(weight.bytes * weight.repeats for weight in stacks)

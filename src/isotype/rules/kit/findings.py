@@ -19,7 +19,7 @@ def places(of: Iterable[Call | Weight]) -> tuple[str, ...]:
 
 
 def finding_at(severity: Severity, message: str, calls: Sequence[Call], **more: Any) -> Finding:
-    """Return a finding about calls with one cause. The first call determines its place and operands."""
+    """Return a finding about calls that have the same cause. The first call determines the place and the operands of the finding."""
     first = calls[0]
     place = {"module": first.module, "op": first.op, "phase": first.phase, "source": first.source}
     return Finding(
@@ -30,7 +30,7 @@ def finding_at(severity: Severity, message: str, calls: Sequence[Call], **more: 
 def finding_of(
     severity: Severity, message: str, weights: Sequence[Weight], *, cause: str = "", **more: Any
 ) -> Finding:
-    """Return a finding about weights. The first weight determines its module and its default cause."""
+    """Return a finding about weights. The first weight determines the finding's module and its default cause."""
     names = distinct_names(weight.name for weight in weights)
     first, dtype = weights[0], dtype_name(weights[0].dtype)
     cause = cause or first.dtype_text
@@ -59,7 +59,7 @@ def finding_of_leak(
 
 
 def reach_of(trace: Trace) -> Reach:
-    """Return what was measured about the step's dependences; an empty `Reach` if nothing was measured."""
+    """Return the measured dependences of the step's outputs on its inputs; an empty `Reach` if nothing was measured."""
     return trace.reach or Reach("", rows=0, tokens=0)
 
 
@@ -74,7 +74,7 @@ def actions(kind: ActionKind, targets: Iterable[str], value: str) -> tuple[Actio
 
 
 def advice(target: str, how: str, value: str | None = None) -> Fix:
-    """Return a fix that the user has to make, as `how` describes. `value` is a short description of the fix."""
+    """Return a fix that the user has to apply, as `how` describes. `value` is a short description of the fix."""
     return fix(how, "advice", (target,), how if value is None else value)
 
 

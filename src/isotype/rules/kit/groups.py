@@ -1,4 +1,4 @@
-"""Broken contracts grouped by cause."""
+"""Broken contracts, grouped by cause."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,15 +27,15 @@ Stage = Literal[
     "operand",  # the kind of weight
     "rest",
 ]
-"""The criterion of a claim. Claims are checked in this list's order, and then in the order of the rules' codes."""
+"""The criterion by which a claim selects broken contracts. Claims are checked in the order of this list, and then in the order of the rules' codes."""
 
 Refused = Literal["mixture", "dtype", "by the model"]
-"""Kinds of refusal: the operands mix dtypes, the device refuses a dtype, or the model's own code refuses it."""
+"""Kinds of refusal: the operands mix dtypes, the device does not support a dtype, or the model's code does not accept it."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken contract: the call, the operand to blame, and the trace."""
+    """A broken contract: the call, the operand with the wrong dtype, and the trace."""
 
     call: Call
     mismatched: Operand
@@ -47,16 +47,17 @@ class Broken:
 
     @property
     def lacks_kernel(self) -> bool:
-        """True if no kernel takes the dtype of `mismatched`, whatever the other float operands are.
+        """True if no kernel supports the dtype of `mismatched`, whatever the dtypes of the other float operands are.
 
-        False for an operator that autocast promotes: it refuses bfloat16 under float16 autocast, or the reverse.
+        False for an operator whose operands autocast promotes: it refuses bfloat16 under float16 autocast, or the
+        reverse.
         """
         alone = len(self.floats) < 2 and "autocast" not in self.call.refusal
         return alone or self.mismatched in _without_kernel(self.call)
 
     @property
     def packed(self) -> bool:
-        """True if the call has float operands and 8-bit integers: the packed codes of quantized weights."""
+        """True if the call has both float operands and 8-bit integers, which are the packed codes of quantized weights."""
         codes = any(operand.dtype in (torch.uint8, torch.int8) for operand in self.call.operands)
         return codes and bool(self.floats)
 
@@ -66,15 +67,15 @@ class Broken:
 
 @dataclass(frozen=True)
 class Claim:
-    """Decides which calls with refused dtypes a rule reports. The file of the rule lists its claims in `CLAIMS`.
+    """Decides which broken contracts a rule reports. The file of a rule lists the claims of the rule in `CLAIMS`.
 
     Attributes:
         stage: the criterion of `takes`, such as the kind of operator. Claims of earlier stages are checked first.
         takes: function that returns whether the rule reports a broken contract.
-        headline: message of the findings, in which {given} and {expected} stand for dtypes, and {op} for the operator.
-            "" if the rule's `find` alone creates the findings.
+        headline: message of the findings. In the message, {given} and {expected} stand for dtypes, and {op} for the operator.
+            "" if only the rule's `find` creates the findings.
         refused: the kind of refusal, which decides the possible fixes.
-        settled: True if the finding depends only on the first call of a group, not on later calls.
+        settled: True if the finding depends only on the first call of a group, and not on later calls.
     """
 
     stage: Stage
@@ -85,14 +86,14 @@ class Claim:
 
 
 def rule_modules() -> Mapping[str, ModuleType]:
-    """Return every rule's module by code, in order of the codes."""
+    """Return a dictionary from the code of each rule to its module, in the order of the codes."""
     package = import_module("isotype.rules")
     names = sorted(info.name for info in iter_modules(package.__path__) if info.name.startswith("ist"))
     return {code_of(name): import_module(f"{package.__name__}.{name}") for name in names}
 
 
 def code_of(module: str) -> str:
-    """Return the code of a rule by its module: `isotype.rules.ist101_operands` -> `IST101`."""
+    """Return the code of a rule's module, as in `isotype.rules.ist101_operands` -> `IST101`."""
     return module.rpartition(".")[2].split("_", 1)[0].upper()
 
 
@@ -108,7 +109,7 @@ T = TypeVar("T")
 
 
 def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
-    """Return `function` with a cache of one result for each trace. The cache does not keep a trace alive."""
+    """Return `function` with a cache that stores one result for each trace. The cache does not keep a trace in memory."""
     results: WeakKeyDictionary[Trace, Any] = WeakKeyDictionary()
 
     @wraps(function)
@@ -130,8 +131,8 @@ class Group:
     """Calls that break a contract and have the same cause.
 
     Attributes:
-        mismatched: the operand to blame in the first call.
-        causes: origins of the mismatched operands' dtypes, each once, in the order of the calls.
+        mismatched: the operand with the wrong dtype in the first call.
+        causes: origins of the mismatched operands' dtypes without duplicates, in the order of the calls.
         expected: the dtype that `mismatched` should have had.
         side: the dtype of the part of the model that contains the first of these calls.
         refused: the kind of refusal of the first call.
@@ -190,7 +191,7 @@ def _group(trace: Trace, rows: Sequence[tuple[str, Claim, Broken]]) -> Group:
 
 @per_trace
 def sides_in(trace: Trace) -> Sides:
-    """Return the `Sides` of a trace, which decide which operand has the wrong dtype."""
+    """Return the `Sides` of a trace. They decide which operand has the wrong dtype."""
     return sides_of(trace.setup, trace.weights, trace.input_dtypes.values())
 
 
@@ -201,15 +202,16 @@ def side_at(call: Call, sides: Sides) -> torch.dtype:
 
 
 def distinct(causes: Iterable[Origin]) -> tuple[Origin, ...]:
-    """Return one cause for each source line and name; layer numbers in names are ignored."""
+    """Return one cause for each source line and name, ignoring layer numbers in names."""
     by_place = grouped(causes, lambda cause: (starred(cause.name), cause.source))
     return tuple(first for first, *_ in by_place.values())
 
 
 def _wrong_in_batch_norm(call: Call) -> list[Operand]:
-    """Return the operands of a batch norm that should be float32, as its other weights or statistics are.
+    """Return the operands of a batch norm that should be float32, because its other weights or statistics are
+    float32.
 
-    The kernels take weights and statistics in one dtype: the input's or float32.
+    The kernels need weights and statistics in the same dtype: the dtype of the input, or float32.
     """
     stored = [operand for operand in call.floats if operand.role in BATCH_NORM_STORED]
     if "batch_norm" not in call.op or len(stored) == len(call.floats):
@@ -231,9 +233,9 @@ def _expected(call: Call, compute: torch.dtype) -> torch.dtype:
 
 
 def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weight]) -> Operand:
-    """Return the operand to blame: the first float operand in another dtype than `side`.
+    """Return the operand with the wrong dtype: the first float operand in another dtype than `side`.
 
-    If trained float32 weights of an adapter meet a frozen 16-bit weight, the frozen weight is to blame.
+    If trained float32 weights of an adapter are combined with a frozen 16-bit weight, return the frozen weight.
     """
     expected = _expected(call, side)
     if wrong := _wrong_in_batch_norm(call):
@@ -267,7 +269,7 @@ def mismatched_operand(call: Call, side: torch.dtype, owners: Mapping[str, Weigh
 
 
 def _without_kernel(call: Call) -> list[Operand]:
-    """Return the float operands with the dtype in the device's error: `not implemented for 'BFloat16'`."""
+    """Return the float operands with the dtype that the device's error names, as in `not implemented for 'BFloat16'`."""
     lacking = _NO_KERNEL.search(call.refusal)
     named = frozenset(HALVES) if ONLY_WIDE in call.refusal else dtypes_in(lacking)
     return [operand for operand in call.floats if operand.dtype in named]
@@ -283,7 +285,7 @@ _NAMES = {
 
 
 def dtypes_in(part: re.Match[str] | None) -> frozenset[torch.dtype]:
-    """Return the dtypes that the first group of a match names: `float32`, `Half`; none without a match."""
+    """Return the dtypes that the first group of a match names, such as `float32` or `Half`; none without a match."""
     return frozenset(d for d, name in _NAMES.items() if part and re.search(name, part[1], re.IGNORECASE))
 
 
@@ -292,18 +294,18 @@ _SCALES = ("absmax", "absmax_code", "code")
 
 
 def _layer(operand: Operand) -> str:
-    """Return the module's name for an operand that is a parameter or a plain tensor of a module; else ""."""
+    """Return the module's name if an operand is a parameter or a plain tensor of a module; else ""."""
     return operand.origin.name.rpartition(".")[0] if operand.origin.kind in ("parameter", "attribute") else ""
 
 
 def _is_frozen_part(origin: Origin, owners: Mapping[str, Weight]) -> bool:
-    """Return whether `origin` names a frozen tensor of an adapter, such as VeRA's shared matrices."""
+    """Return True if `origin` is a frozen tensor of an adapter, such as a shared matrix of VeRA."""
     owner = owners.get(origin.name) if origin.kind in ("parameter", "buffer") else None
     return owner is not None and not owner.trainable and is_adapter(origin.name, owner)
 
 
 def _is_master(operand: Operand, owners: Mapping[str, Weight]) -> bool:
-    """Return whether an operand is float32 and comes from a trained weight or from a cast."""
+    """Return True if an operand is float32 and comes from a trained weight or from a cast."""
     trained = any(
         step.kind == "parameter" and step.name in owners and owners[step.name].trainable
         for step in operand.origin.path()

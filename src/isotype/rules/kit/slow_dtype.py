@@ -33,7 +33,7 @@ def find(trace: Trace, dtype: torch.dtype, other: torch.dtype) -> Iterator[Findi
         return
     share = costs.flops_share(trace, calls)
     cost = Cost(share, slowdown=_slowdown(trace, calls, dtype, (targets or [torch.float32])[0]))
-    how = "do not run" if support == "refused" else "do not run in hardware"
+    how = "do not run" if support == "refused" else "have no hardware support"
     if support == "native" or dtype in profile.rates:
         how = f"run {profile.slower(dtype, other):.2g} times slower than {dtype_name(other)}"
     message = f"{dtype_name(dtype)} matmuls {how} on {profile.title}"
@@ -111,7 +111,9 @@ def _estimate(cost: Cost, trace: Trace, dtype: torch.dtype) -> Iterable[str]:
         return (f"about {cost.slowdown:.2g} times the step time, by the measured rates of matmuls alone",)
     if dtype in trace.setup.profile.rates:
         return costs.estimate(cost, trace)
-    return ("the slowdown is estimated with float32's rate for these matmuls (roofline), and may be larger",)
+    return (
+        "the slowdown is estimated with the float32 rate for these matmuls (roofline model), and may be larger",
+    )
 
 
 def _cause(trace: Trace, dtype: torch.dtype, calls: Sequence[Call]) -> str:
@@ -144,7 +146,7 @@ _UNSAFE = {
 
 
 def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
-    """Return the fix that runs the step in `target`: by changed settings, weights and quantized layers."""
+    """Return a fix that runs the step in `target` by changing settings, weights and quantized layers."""
     name, scaler, profile = dtype_name(target), target == torch.float16, trace.setup.profile
     plain = _plain(trace, dtype)
     computing = modules(weight for weight, state in quantized(trace) if state.compute == dtype)
@@ -166,7 +168,7 @@ def step_in(trace: Trace, dtype: torch.dtype, target: torch.dtype) -> Fix:
     lossless = wider or (target in HALVES and all(weight.trainable for weight in plain))
     settings = f"run the step in {name}{' with a GradScaler' if scaler else ''}"
     orders = ["cast the weights"] if plain else []
-    orders += [f"set the quantized layers' compute dtype to {name}"] if computing else []
+    orders += [f"set the compute dtype of the quantized layers to {name}"] if computing else []
     if not orders or (trace.setup.autocast, trace.setup.scaler) != (target, scaler):
         orders.insert(0, settings)
     why = "" if lossless else f"; {_UNSAFE[target]}"

@@ -1,7 +1,7 @@
 """The values of a step's float16 tensors, from a trace and a measurement in float32.
 
 A value has about the same magnitude in every dtype, unless it overflows. One measurement of a model is therefore enough
-for all its traces, even with fixes.
+for all its traces, including traces with fixes.
 """
 
 import math
@@ -27,11 +27,11 @@ class Float16Value:
     """The largest measured float16 value of a traced call.
 
     Attributes:
-        call: the traced call. It may represent the same operator in several layers.
+        call: the traced call. The call may represent the same operator in several layers.
         operator: the measured ranges of the operator, in one of the layers that `call` represents.
-        at: position of the measured operator in the program; 0.5 more for a cast of its result, the next operator.
+        at: position of the measured operator in the program. For a cast of its result, the position is 0.5 larger.
         value: the largest magnitude of the call's float16 operands or results.
-        takes: True if an operand has this magnitude, False if a result has it.
+        takes: True if an operand of the call has this magnitude, False if a result of the call has it.
     """
 
     call: Call
@@ -42,7 +42,7 @@ class Float16Value:
 
     @property
     def module(self) -> str:
-        """Name of the measured module, with the parts that wrappers such as PEFT add if `call` runs in this module."""
+        """Name of the measured module. If `call` runs in this module, the name contains the parts that wrappers such as PEFT add."""
         same = base_name(self.call.module) == self.operator.module
         return self.call.module if same else self.operator.module
 
@@ -123,13 +123,13 @@ def flushed(trace: Trace) -> Flushed | None:
 
 
 def _key(call: Call | OperatorRange) -> _Key:
-    """Return (module, operator, phase), the key of a traced or measured call. Attention kernels share one operator name."""
+    """Return the key (module, operator, phase) of a traced or measured call. In it, all attention kernels have the same name."""
     operator = "attention" if is_attention(call.op) else call.op.rpartition(".")[0]
     return base_name(call.module), operator, call.phase
 
 
 def _casts(trace: Trace) -> dict[int, Call]:
-    """Return id(call) -> cast, for each call whose result is cast to float16 in the module of the call."""
+    """Return a dictionary from the id of a call to a cast, for each call whose result is cast to float16 in the module of the call."""
     casts: dict[int, Call] = {}
     last: dict[str, Call] = {}
     for call in trace.calls:
@@ -152,7 +152,7 @@ def _folded_away(trace: Trace, measured: Iterable[_Key]) -> Mapping[str, Sequenc
 
 
 def _by_module(ranges: Ranges, module: str, call: Call) -> list[tuple[int, OperatorRange]]:
-    """Return the measured range of a quantized layer for the layer's kernel, because kernels are not measured."""
+    """Return the measured range of a quantized layer as the range of the layer's kernel, because kernels are not measured."""
     layer = ranges.by_module.get(module)
     kernel = call.op.startswith("bitsandbytes.") and "dequantize" not in call.op
     if layer is None or not kernel or call.phase != "forward":
@@ -166,9 +166,10 @@ def _matched(
 ) -> Iterator[tuple[Call, tuple[int, OperatorRange]]]:
     """Yield every call with its measured operator.
 
-    The numbers of calls and operators may differ, for example because a frozen input needs no gradient. Then calls and
-    operators of a source line belong together. If their numbers differ, too, each call gets the largest values of the
-    line's operators. A call without an operator in its line gets the largest values of all operators.
+    The number of calls may differ from the number of operators, for example because a frozen input needs no gradient.
+    In this case, the calls of a source line are matched with the operators of the same line. If these numbers also
+    differ, each call gets the largest values of all operators in its line. A call whose line has no operator gets the
+    largest values of all operators.
     """
     if len(calls) == len(operators):
         yield from zip(calls, operators, strict=True)
@@ -184,7 +185,7 @@ def _matched(
 
 
 def _largest_of(operators: Sequence[tuple[int, OperatorRange]]) -> tuple[int, OperatorRange]:
-    """Return the first operator, with each magnitude replaced by the largest one of all the operators."""
+    """Return the first operator with its magnitudes replaced by the largest magnitudes of all operators."""
     at, first = operators[0]
     columns = zip_longest(*(operator.inputs for _, operator in operators), fillvalue=0.0)
     output = max(operator.output for _, operator in operators)
@@ -192,10 +193,11 @@ def _largest_of(operators: Sequence[tuple[int, OperatorRange]]) -> tuple[int, Op
 
 
 def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) -> tuple[float, bool] | None:
-    """Return a call's largest float16 magnitude, and whether an operand has it; None without a float16 tensor.
+    """Return the largest float16 magnitude of a call, and True if an operand has this magnitude; None without a
+    float16 tensor.
 
-    In a scaled layer, values are 2^exponent times smaller than measured, and gradients 2^exponent times larger. Its weights,
-    whose largest magnitude is `weight`, are not scaled.
+    In a scaled layer, values are smaller by 2^exponent than measured, and gradients are larger by 2^exponent. The weights
+    of the layer are not scaled. Their largest magnitude is `weight`.
     """
     factor = 2.0 ** (-exponent if call.phase == "forward" else exponent)
     values = [
@@ -209,7 +211,7 @@ def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) ->
 
 
 def _is_weight(operand: Operand, call: Call) -> bool:
-    """Return whether an operand of a matmul is the weight of its layer, or a cast of it."""
+    """Return True if an operand of a matmul is the weight of its layer, or a cast of this weight."""
     origin = operand.origin if operand.origin.before is None else operand.origin.before
     of_layer = base_name(origin.name.rpartition(".")[0]) == base_name(call.module)
     return call.flops > 0 and (origin.kind == "state" or (origin.kind == "parameter" and of_layer))

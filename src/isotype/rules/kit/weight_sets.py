@@ -23,12 +23,12 @@ def trained(trace: Trace, *dtypes: torch.dtype) -> tuple[Weight, ...]:
 
 
 def count(weights: Iterable[Weight]) -> int:
-    """Return the number of weight tensors. Equal layers that were not traced count, too."""
+    """Return the number of weight tensors. The weights of equal layers that were not traced also count."""
     return sum(weight.repeats for weight in weights)
 
 
 def counted(weights: Iterable[Weight], noun: str, verb: str = "") -> str:
-    """Return the number of weight tensors with a noun and a verb: `3 weights`, `1 weight holds`."""
+    """Return the number of weight tensors with a noun and a verb, as in `3 weights` or `1 weight holds`."""
     return agree(count(weights), noun, verb) if verb else plural(count(weights), noun)
 
 
@@ -49,23 +49,23 @@ def unseen_towers(trace: Trace) -> tuple[str, ...]:
 
 
 def casts(weights: Iterable[Weight], dtype: torch.dtype) -> tuple[Action, ...]:
-    """Return an action for each name with `*` for layer numbers: cast the weights to `dtype`."""
+    """Return an action for each name (with `*` for layer numbers) that casts the weights to `dtype`."""
     others = (weight for weight in weights if weight.dtype != dtype)
     return actions("parameter", names(others), dtype_name(dtype))
 
 
 def cast_fix(description: str, weights: Sequence[Weight], dtype: torch.dtype) -> Fix:
-    """Return a fix that casts `weights` to `dtype`. It is safe if `dtype` is known to have all their values."""
+    """Return a fix that casts `weights` to `dtype`. The fix is safe if `dtype` is known to represent all values of the weights."""
     return fix(description, "parameter", names(weights), dtype_name(dtype), is_exact(weights, dtype))
 
 
 def is_exact(weights: Iterable[Weight], dtype: torch.dtype) -> bool:
-    """Return whether `dtype` is known to have all values of `weights`."""
+    """Return True if `dtype` is known to represent all values of `weights`."""
     return all(weight.exact_in == dtype for weight in weights)
 
 
 def borders(weights: Iterable[Weight], compute: torch.dtype) -> tuple[Action, ...]:
-    """Return actions that make the weights' modules compute in float32, with inputs and outputs in `compute`."""
+    """Return actions that make the modules of the weights compute in float32, with inputs and outputs in `compute`."""
     return actions("boundary", modules(weights), f"float32:{dtype_name(compute)}")
 
 
@@ -81,20 +81,20 @@ def quantized(trace: Trace) -> Iterator[tuple[Weight, Quantization]]:
 
 
 def is_frozen_base(weight: Weight) -> bool:
-    """Return whether a weight is a frozen parameter of the base model that is neither quantized nor kept in float32."""
+    """Return True if a weight is a frozen parameter of the base model that is not quantized and not pinned to float32."""
     special = weight.trainable or weight.adapter or weight.pinned or weight.buffer
     return weight.quantization is None and not special
 
 
 def extra_bytes(weights: Iterable[Weight], wanted: torch.dtype) -> int:
-    """Return how many bytes a cast to `wanted` would save in all layers that `weights` represent."""
+    """Return the number of bytes that a cast to `wanted` would save in all layers that `weights` represent."""
     return sum(w.repeats * math.prod(w.shape) * (w.dtype.itemsize - wanted.itemsize) for w in weights)
 
 
 def main_dtype(
     weights: Iterable[Weight], size: Callable[[Weight], int] = lambda weight: weight.bytes * weight.repeats
 ) -> torch.dtype | None:
-    """Return the dtype with the largest total `size` (default: bytes) of weights; None without weights."""
+    """Return the dtype with the largest total `size` (bytes by default) of weights; None without weights."""
     sizes: Counter[torch.dtype] = Counter()
     for weight in weights:
         sizes[weight.dtype] += size(weight)
@@ -112,9 +112,9 @@ def elements(weights: Sequence[Weight]) -> int:
 
 
 def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
-    """Return fixes that cast trainable `weights`, and the running statistics of norms among them, to float32.
+    """Return fixes that cast trainable `weights` to float32, and also the running statistics of norms among them.
 
-    Without autocast in the step, one of two fixes also turns autocast on.
+    If the step has no autocast, one of two fixes also enables autocast.
     """
     float32 = casts(weights, torch.float32)
     if not float32:
@@ -123,7 +123,9 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
     float32 += actions("buffer", names(statistics), "float32")
     adapters = all(weight.adapter for weight in weights)
     what = "adapters" if adapters else "trainable parameters"
-    alone = Fix(f"keep the {what} in float32, as masters that the optimizer updates", "safe", actions=float32)
+    alone = Fix(
+        f"keep the {what} in float32, so that the optimizer updates float32 values", "safe", actions=float32
+    )
     # accelerate turns autocast on inside of the model's forward.
     products = [call.autocast for call in trace.calls if call.flops and call.phase == "forward"]
     if trace.setup.autocast is not None or (products and all(products)):
@@ -137,7 +139,7 @@ def float32_masters(trace: Trace, weights: Sequence[Weight]) -> tuple[Fix, ...]:
 
 
 def statistics_of(trace: Trace, weights: Iterable[Weight]) -> list[Weight]:
-    """Return the float buffers of the norms that own `weights`: a batch norm needs them in its weight's dtype."""
+    """Return the float buffers of the norms that contain `weights`, because a batch norm needs them in the dtype of its weight."""
     norms = {weight.module for weight in weights if weight.kind == "norm"}
     return [w for w in trace.weights if w.buffer and w.module in norms and w.dtype.is_floating_point]
 
@@ -149,7 +151,7 @@ def spacing(value: float, dtype: torch.dtype) -> float:
 
 
 def layer_of(name: str) -> str:
-    """Return a name up to its first layer number (`model.layers.0`); "" if it has none."""
+    """Return a name up to its first layer number, such as `model.layers.0`; "" if the name has no layer number."""
     parts = name.split(".")
     numbered = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), None)
     return "" if numbered is None else ".".join(parts[: numbered + 1])

@@ -1,4 +1,4 @@
-"""Wording of names, places and causes in findings."""
+"""Phrases for names, places and causes in findings."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,11 +8,11 @@ from isotype.records.trace import FROM_NUMPY, Call, Origin, Weight
 
 TRANSFORMERS = "/transformers/models/"
 LIBRARIES = (TRANSFORMERS, "/diffusers/")
-"""Folders of transformers' and diffusers' code. Many trainings run this code, so findings in it would be false alarms."""
+"""Folders with the code of transformers and diffusers. Many trainings run this code successfully, so findings about it would be false alarms."""
 
 
 def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str:
-    """Return a description of the origin of a dtype, in one line."""
+    """Describe the origin of a dtype in one line."""
     dtype, where = dtype_name(cause.dtype), at(cause.source)
     inside = f" in {cause.module}" if cause.module else ""
     weight = (owners or {}).get(cause.name)
@@ -42,7 +42,7 @@ def cause_text(cause: Origin, owners: Mapping[str, Weight] | None = None) -> str
 
 
 def evidence(origin: Origin) -> tuple[str, ...]:
-    """Return a line for each step of a dtype's path from its origin to the operand."""
+    """Return a line for each step on a dtype's path from its origin to the operand."""
     lines = []
     for step in reversed(origin.path()):
         line = cause_text(step)
@@ -56,12 +56,12 @@ def evidence(origin: Origin) -> tuple[str, ...]:
 
 
 def device_error(message: str) -> tuple[str, ...]:
-    """Return a note with the device's error; () for an empty message."""
+    """Return a note with the error that the device raises; () for an empty message."""
     return (f"the device raises: {message}",) if message else ()
 
 
 def at(source: str) -> str:
-    """Return ` at modeling_llama.py:64` for a source line, and "" for no line."""
+    """Return ` at modeling_llama.py:64` for a source line, and "" without a line."""
     return f" at {short(source)}" if source else ""
 
 
@@ -71,12 +71,12 @@ def op_name(call: Call) -> str:
 
 
 def place(call: Call) -> str:
-    """Return the line that made a call, or the module if the line is unknown."""
+    """Return the line that makes a call, or the module if the line is unknown."""
     return call.source or call.module
 
 
 def more(count: int, noun: str, then: str = "") -> tuple[str, ...]:
-    """Return a note about further places, such as `3 more casts`; () if there are none."""
+    """Return a note about the number of further places, such as `3 more casts`; () if there are none."""
     return (f"{plural(count, f'more {noun}')}{then}",) if count else ()
 
 

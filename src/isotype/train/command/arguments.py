@@ -16,7 +16,7 @@ from isotype.core.tables import table
 from isotype.data.methods import METHODS, Loss
 
 Read = Callable[[str], Any]
-"""Function that takes an argument's name and returns its value, or None if the method has no such argument."""
+"""Function that takes the name of an argument and returns its value, or None if the method has no such argument."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Limit:
 
 @dataclass(frozen=True)
 class Argument:
-    """Facts about an argument that are not in TRL's dataclasses.
+    """Facts about an argument that TRL's dataclasses do not contain.
 
     Attributes:
-        group: heading above the argument in the short help, or "" if the short help leaves the argument out.
+        group: heading above the argument in the short help, or "" if the short help omits the argument.
         example, text: an example value and a short description for the short help.
         losses: losses (`Method.loss`) of the methods whose short help lists the argument; () for all methods.
-        choices_of: dotted name of another library's enumeration or registry of valid names, for an argument that the
-            library checks only after the model is loaded.
+        choices_of: dotted name of another library's enumeration or registry of valid names. Set if the library checks the
+            argument only after the model is loaded.
         more: valid names that are not in `choices_of`.
         lower: True if users write the names of `choices_of` in lower case.
         json: an example value for an argument that takes a JSON object.
@@ -111,7 +111,7 @@ def number_problems(read: Read) -> Iterator[Problem]:
     steps, epochs = _number(read("max_steps")), _number(read("num_train_epochs"))
     if steps is not None and steps < 1 and steps != -1:
         meant = f"--max_steps {-steps:g}, or " if steps < -1 else ""
-        fix = f"{meant}leave --max_steps out to train for --num_train_epochs"
+        fix = f"{meant}omit --max_steps to train for --num_train_epochs"
         yield Problem(f"--max_steps {steps:g}", "at least 1 step, or -1 for whole epochs", fix)
     elif epochs is not None and (steps is None or steps < 1) and not 0 < epochs < math.inf:
         yield Problem(f"--num_train_epochs {epochs:g}", "a finite number, more than 0", "3 is the default")
@@ -127,7 +127,7 @@ def _number(value: Any) -> float | None:
 
 
 def name_problems(read: Read) -> Iterator[Problem]:
-    """Yield a problem for each unknown name that another library would report only after loading the model."""
+    """Yield a problem for each unknown name that another library would report only after the model is loaded."""
     for argument in ARGUMENTS:
         if not argument.choices_of:
             continue

@@ -1,4 +1,4 @@
-"""`Command`, an immutable training command, which can be changed by copies and written as words or YAML."""
+"""`Command`: a training command that cannot be changed. It can be copied with changes, and written as words or YAML."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,18 +17,18 @@ AUTO = "auto"
 PLANNED = ("per_device_train_batch_size", "max_length", "quantization")
 """Arguments that accept `auto`. If the value is `auto`, the plan for this machine (`isotype plan`) chooses a value."""
 RECOMPUTE = ("gradient_checkpointing", "activation_checkpointing")
-"""Old and new name (transformers 5.23) of the argument for gradient checkpointing. With `auto`, estimated memory decides."""
+"""Old and new name (transformers 5.23) of the argument for gradient checkpointing. With `auto`, the estimated memory decides."""
 
 HOLDERS = ("script", "training", "model", "dataset")
 """Short names of TRL's dataclasses of arguments, in the order of `Method.dataclass_types`."""
 
 TABLE, ADDED = (Path(__file__).with_name(name) for name in ("table.json", "added.json"))
-"""The arguments of TRL and transformers, written by `tools.command_table`, and the arguments that isotype adds to them."""
+"""The arguments of TRL and transformers, written by `tools.command_table`, and the arguments that isotype adds."""
 _TRUE, _FALSE = ("yes", "true", "t", "y", "1"), ("no", "false", "f", "n", "0")
 
 
 def boolean(text: str) -> bool:
-    """Parse a boolean as transformers does. Raise ValueError for a word that transformers refuses."""
+    """Parse a boolean as transformers does. Raise ValueError for a word that transformers does not accept."""
     word = text.lower()
     if word not in (*_TRUE, *_FALSE):
         raise ValueError(text)
@@ -117,7 +117,7 @@ class Spec:
 
 
 _SCALED = {"true": "group", "false": "none"}
-"""The text of a boolean for `--scale_rewards`, in lower case -> TRL's name of this value."""
+"""Maps the text of a boolean for `--scale_rewards`, in lower case, to TRL's name of this value."""
 
 
 @cache
@@ -136,12 +136,12 @@ _MEANT = frozenset((
     "per_device_eval_batch_size", "output_dir", "eval_strategy", "eval_steps", "bnb_4bit_quant_type",
     "model_revision", "logging_nan_inf_filter", "accelerator_config", "lora_task_type",
 ))  # fmt: skip
-"""`to_yaml` writes these arguments even with their default value, because an explicit default has its own meaning."""
+"""`to_yaml` writes these arguments even if they have their default value, because an explicit default has another effect than no value."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value that the user or isotype gives to an argument.
+    """A value of an argument from the user or from isotype.
 
     Attributes:
         value: the converted value, or `auto`.
@@ -180,8 +180,8 @@ class Command:
     """A training command.
 
     Attributes:
-        values: the given values by argument name, in order. Any other argument has the default of its `Spec`.
-        processes: number of processes that a launcher starts on one machine, or 1 without a launcher.
+        values: the values that were set, by argument name, in order. All other arguments have the defaults of their `Spec`.
+        processes: number of processes that a launcher starts on one machine; 1 without a launcher.
     """
 
     method: str
@@ -224,7 +224,7 @@ class Command:
         return tuple(name for name in PLANNED if self.given(name) == AUTO)
 
     def but(self, **values: Any) -> Self:
-        """Return a copy of the command with `values` changed. None restores an argument's default."""
+        """Return a copy of the command with `values` changed. None restores the default of an argument."""
         result = {name: value for name, value in self.values.items() if values.get(name, value) is not None}
         for name, value in values.items():
             if value is not None and not (name in result and result[name].value == value):
@@ -254,7 +254,7 @@ class Command:
         return (*config, *(token for name, value in written.items() for token in self._written(name, value)))
 
     def _restored_defaults(self) -> dict[str, Value] | None:
-        """Return the defaults of arguments that only the file sets, to write after `--config`.
+        """Return the defaults of arguments that only the config file sets. They are written after `--config`.
 
         Return None if one of these defaults cannot be written as a word.
         """
@@ -289,13 +289,13 @@ class Command:
         return same and not self.difference(other)
 
     def difference(self, other: Self) -> dict[str, tuple[Any, Any]]:
-        """Return the arguments whose values differ: name -> (value in this command, value in `other`)."""
+        """Return the arguments whose values differ, as a dictionary: name -> (value in this command, value in `other`)."""
         names = dict.fromkeys((*self.values, *other.values))
         return {name: (self[name], other[name]) for name in names if self[name] != other[name]}
 
 
 def with_dtype(command: Command, dtype: str | None) -> Command:
-    """Set `--dtype` and remove contradicting arguments. None requests the checkpoint's dtype."""
+    """Set `--dtype`, and remove arguments that contradict it. None requests the checkpoint's dtype."""
     init = command.given("model_init_kwargs")
     of_file = {} if command.file is None else command.file.values
     values: dict[str, Any] = {"dtype": dtype}
@@ -314,9 +314,9 @@ def with_dtype(command: Command, dtype: str | None) -> Command:
 
 
 def with_storage(command: Command, storage: str | None, memory: int | None = None) -> Command:
-    """Set `--quantization` and remove other storage arguments. None stores weights in the compute dtype.
+    """Set `--quantization`, and remove other storage arguments. None stores weights in the compute dtype.
 
-    With `memory` (bytes), the storage is `mixed` and `--base_memory` is `memory`.
+    With `memory` (bytes), the storage is `mixed`, and `--base_memory` is `memory`.
     """
     others = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     size = None

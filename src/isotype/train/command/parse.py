@@ -41,17 +41,18 @@ def parse_command(
     problems_of: Callable[[argparse.Namespace], list[Problem]] = lambda options: [],
     prog: str | None = None,
 ) -> tuple[Command, argparse.Namespace]:
-    """Return the training command and the caller's own arguments. Flags override keywords; keywords override the file.
+    """Return the training command, and the arguments of the caller. Flags override keywords, and keywords override
+    the config file.
 
     Args:
-        keywords: values by argument name. None means that the argument is not given.
-        add_arguments: adds the caller's own arguments (those of `check` or `plan`) to the parser, where they replace
-            training arguments with the same names.
-        model: the model. If it is None, the first word that belongs to no argument is the model.
-        problems_of: returns the problems of the caller's own arguments.
+        keywords: values by argument name. None means that the argument is not set.
+        add_arguments: adds the caller's arguments (those of `check` or `plan`) to the parser. They replace training arguments
+            with the same names.
+        model: the model. If `add_arguments` is None, the first word that belongs to no argument is the model.
+        problems_of: returns the problems of the caller's arguments.
 
     Raises:
-        UsageError: unknown arguments, wrong values or an unreadable file. The error lists all problems.
+        UsageError: unknown arguments, invalid values or an unreadable file. The error lists all problems.
     """
     argv = named_as_config(argv)
     parser, mine = _cached_parser(method, prog or f"isotype {method}", add_arguments)
@@ -112,7 +113,7 @@ def _model_among(
 
 
 def _argument_before(word: str, typed: Mapping[str, Any], *, trains: bool) -> str:
-    """Return the flag that the user left out before the value `word`; "" if no flag fits or `typed` has the flag."""
+    """Return the flag that the user omitted before the value `word`; "" if no flag fits or `typed` contains the flag."""
     name = ""
     if is_data_file(Path(word)) or word.lower().endswith(".arrow"):
         name = "dataset_name"
@@ -126,7 +127,7 @@ def _argument_before(word: str, typed: Mapping[str, Any], *, trains: bool) -> st
 def _two_models(first: str, second: str) -> Problem:
     """Describe the error of a command with two models. The first "model" is often a misspelled or unknown method."""
     meant = SAME_METHODS.get(first.lower(), first.lower())
-    fix = did_you_mean(meant, METHODS, "leave one of the two out", 1, 0.7, "isotype check {}".format)
+    fix = did_you_mean(meant, METHODS, "omit one of the two", 1, 0.7, "isotype check {}".format)
     swap = ((first,), (meant,)) if meant in METHODS else None
     return Problem(f"{first} and {second}", "one model", fix, swap)
 
@@ -162,7 +163,7 @@ def _translated(
 
 
 def value_problems(command: Command) -> list[Problem]:
-    """Return the problems of a command: numbers out of range, unknown names, and contradictions about precision."""
+    """Return the problems of a command: numbers out of range, unknown names, and contradictory precision arguments."""
     problems = [*number_problems(command.given), *name_problems(command.given)]
     try:
         read_precision_request(command)
@@ -212,7 +213,7 @@ def _object(argument: Argument, value: Any) -> tuple[Any, Problem | None]:
 def _parser(
     method: str, prog: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None
 ) -> tuple[Parser, frozenset[str]]:
-    """Return (parser, names of the caller's own arguments). The parser does not convert training arguments."""
+    """Return (parser, names of the caller's arguments). The parser does not convert training arguments."""
     parser = Parser(prog=prog, add_help=False)
     if add_arguments is not None:
         add_arguments(parser)
@@ -232,7 +233,7 @@ def _parser(
 
 
 _cached_parser = functools.lru_cache(maxsize=32)(_parser)
-"""`_parser` with a cache. A command is parsed several times, and adding hundreds of arguments takes milliseconds."""
+"""`_parser` with a cache. The parser is cached: a command is parsed several times, and adding hundreds of arguments takes milliseconds."""
 
 
 def training_parser(method: str) -> Parser:
@@ -240,7 +241,7 @@ def training_parser(method: str) -> Parser:
     parser = _parser(method, f"isotype {method}", None)[0]
     parser.usage = f"isotype {method} --model_name_or_path MODEL --dataset_name DATA [flags]"
     title = METHODS[method].title
-    parser.description = f"{title}, under one precision policy. Takes the arguments of `trl {method}`."
+    parser.description = f"{title}, under one precision policy. Accepts the arguments of `trl {method}`."
     for action in actions_of(parser):
         spec = specs(method).get(action.dest)
         if spec is not None and action.const is not False:
@@ -252,7 +253,7 @@ def training_parser(method: str) -> Parser:
 
 
 def named_as_config(argv: Sequence[str]) -> list[str]:
-    """Return `argv`, with `--config` before the first word if this word is a file of settings."""
+    """Return `argv` with `--config` before the first word if this word is a file with settings."""
     name = argv[0] if argv else ""
     named = name.endswith((".yaml", ".yml")) and not name.startswith("-")
     if name.endswith(".json") and Path(name).is_file():  # a config.json describes a model
@@ -268,7 +269,7 @@ def named_as_config(argv: Sequence[str]) -> list[str]:
 def first_words(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
     """Split `[METHOD] [MODEL] …`, the words after `isotype check` or `plan`, into (method, model, other words).
 
-    The first word is the model unless it names a method or is a file of settings.
+    The first word is the model, unless it is a method or a file with settings.
     """
     words = list(argv)
     refuse_program(words)
@@ -279,7 +280,7 @@ def first_words(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]
 
 
 def method_of_config(argv: Sequence[str]) -> str | None:
-    """Return the training method that the file after `--config` is for, or None without `--config`."""
+    """Return the training method of the file after `--config`, or None without `--config`."""
     words = [word for token in argv for word in token.split("=", 1 if token.startswith("--config=") else 0)]
     path = next((value for flag, value in pairwise(words) if flag == "--config"), None)
     return None if path is None else method_of(_mapping(path)[0])
@@ -340,16 +341,16 @@ TRAINERS = ("axolotl", "llamafactory-cli", "swift", "trl")
 """Commands of other programs that train."""
 _MODULES = {"llamafactory": "llamafactory-cli"} | {name: name for name in (*TRAINERS, "isotype")}
 _NAMING = ("axolotl", "llamafactory-cli")
-"""Programs whose files or flags name the method."""
+"""Programs whose files or flags contain the training method."""
 _LOW = re.compile(
     r"(?=.* --(train|tuner|sft)_type full\b)(?=.* --(torch_)?dtype bf(loat)?16\b)(?!.* --(deepspeed|fsdp)\b)"
 )
-"""Words of ms-swift that train all weights in bfloat16. DeepSpeed and FSDP update float32 copies."""
+"""Words of ms-swift that train all weights in bfloat16. With them, DeepSpeed and FSDP update float32 copies."""
 _COUNTS = ("--num_processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus", "NPROC_PER_NODE")
 
 
 def refuse_program(words: Sequence[str]) -> None:
-    """Raise UsageError if `words` begin with another program. The fix is isotype's command for the same training."""
+    """Raise UsageError if `words` begin with another program. The fix in the error is isotype's command for the same training."""
     line = separated(words)
     start = next((at for at, word in enumerate(line) if not re.match(r"env$|\w+=", word)), len(line))
     named = line[start] if line[start + 1 :] else ""  # a single word may be a model
@@ -395,7 +396,7 @@ def refuse_program(words: Sequence[str]) -> None:
 
 
 def _kept(line: Sequence[str], at: int, program: str) -> tuple[int, tuple[str, ...]]:
-    """Return (number of words before the arguments of `program`, the method or file for isotype's command)."""
+    """Return the number of words before the arguments of `program`, and the method or file for isotype's command."""
     word = "".join(line[at : at + 1])
     if program in _NAMING:
         at += word == "train"
@@ -410,7 +411,7 @@ def _kept(line: Sequence[str], at: int, program: str) -> tuple[int, tuple[str, .
 
 
 def _sets_use_peft(line: Sequence[str]) -> bool:
-    """Return True if the words or their `--config` file set `use_peft`. If neither does, `trl` trains every weight."""
+    """Return True if the words or their `--config` file set `use_peft`. Without `use_peft`, `trl` trains every weight."""
     files = [Path(value) for name, value in pairwise(line) if name == "--config" and Path(value).is_file()]
     texts = (*line, *(file.read_text(encoding="utf-8", errors="replace") for file in files))
     return any("use_peft" in text.replace("-", "_") for text in texts)

@@ -1,4 +1,4 @@
-"""Reads the precision request in a training command's arguments, and refuses contradictions."""
+"""Reads the requested precision from a training command's arguments, and refuses contradictions."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from isotype.train.command.command import Command
 FLAGS = (("fp16", "float16"), ("bf16", "bfloat16"))
 
 Claim = tuple[str, str]
-"""(an argument as the user wrote it, the dtype or format that it requests)."""
+"""A pair: an argument as the user wrote it, and the dtype or format that the argument requests."""
 
 _ONE_DTYPE = "one compute dtype, which is also the dtype of unquantized weights (--dtype sets both)"
-_NO_CAST = "leave it out: it would also cast the master weights; evaluation runs in the compute dtype anyway"
+_NO_CAST = "omit it: it would also cast the master weights, and evaluation runs in the compute dtype anyway"
 
 
 def read_precision_request(command: Command) -> PrecisionRequest:
-    """Return the command's precision request. Raise PrecisionError with all contradictions between the arguments."""
+    """Return the precision that the command requests. Raise PrecisionError with all contradictions between the arguments."""
     kwargs = command.given("model_init_kwargs")
     init = kwargs if isinstance(kwargs, Mapping) else {}
     saved = _saved_quantization(init)
@@ -76,11 +76,11 @@ def _dtype_problems(command: Command, claims: Sequence[Claim]) -> Iterator[Probl
     for claim, name in claims[1:]:
         first, dtype = claims[0]
         if name != dtype:
-            fix = f"leave {claim} out to get {dtype}, or leave {first} out to get {name}"
+            fix = f"omit {claim} to get {dtype}, or omit {first} to get {name}"
             yield Problem(f"{first} and {claim}", _ONE_DTYPE, fix)
     for flag, name in FLAGS:
         if claims and command.given(flag) is False and claims[0][1] == name:
-            fix = f"leave out --{flag} False, or give another --dtype"
+            fix = f"omit --{flag} False, or set another --dtype"
             yield Problem(f"{claims[0][0]} and --{flag} False", "one compute dtype", fix)
 
 
@@ -109,12 +109,12 @@ def _format_problems(
 ) -> Iterator[Problem]:
     config = init.get("quantization_config")
     if config and not (saved.get("load_in_8bit") or saved.get("load_in_4bit")):
-        fix = "leave it out and give --quantization nf4, fp4 or int8"
+        fix = "omit it, and set --quantization nf4, fp4 or int8"
         what = f"--model_init_kwargs quantization_config {config}"
         yield Problem(what, "load_in_4bit or load_in_8bit of bitsandbytes", fix)
     for claim, name in claims[1:]:
         if name != claims[0][1]:
-            yield Problem(f"{claims[0][0]} and {claim}", "one quantization", "leave one of the two out")
+            yield Problem(f"{claims[0][0]} and {claim}", "one quantization", "omit one of the two")
 
 
 def _other_problems(command: Command) -> Iterator[Problem]:
@@ -126,6 +126,6 @@ def _other_problems(command: Command) -> Iterator[Problem]:
         yield wrong_size("--base_memory", str(memory))
     if memory is not None and command["quantization"] != MIXED:
         why = "because --base_memory limits the memory of the formats that mixed chooses"
-        fix = "add --quantization mixed, or leave --base_memory out"
+        fix = "add --quantization mixed, or omit --base_memory"
         what = f"--base_memory {memory} without --quantization mixed"
         yield Problem(what, f"--quantization mixed, {why}", fix)

@@ -28,16 +28,18 @@ from isotype.train.libraries import require_names
 
 @dataclass(frozen=True)
 class Settings:
-    """A command and the dataclasses of its trainer. Never change a Settings in place: `but` returns a changed copy.
+    """A command and the dataclasses of its trainer. A Settings object is never changed in place. Its method `but`
+    returns a changed copy.
 
     `settings.NAME` is the value of an argument in any of the dataclasses.
 
     Attributes:
         sharding: how the model is sharded over processes, or None if it is not sharded.
-        start: the adapter to train further, or None for a new adapter. `model` has the name of this adapter's base model.
-        auto_checkpointing: True if the step's estimated memory decides about gradient checkpointing. Before this decision,
-            `training` has it on.
-        decided: values that the run has decided, by argument name. Decided values replace values of the command.
+        start: the adapter to train further, or None for a new adapter. The field `model` then has the name of this adapter's
+            base model.
+        auto_checkpointing: True if the estimated memory of the step decides about gradient checkpointing. Before this decision,
+            gradient checkpointing is on in `training`.
+        decided: values that isotype decides in the run, by argument name. These values replace values of the command.
     """
 
     command: Command
@@ -58,7 +60,7 @@ class Settings:
         return self.value(name)
 
     def value(self, name: str) -> Any:
-        """Return an argument's decided value, user's value or default, or None if the method lacks the argument."""
+        """Return an argument's value: isotype's decision, the user's value, or the default; None if the method lacks the argument."""
         spec = self.command.specs.get(name)
         if spec is None or spec.holder == "added":
             return self.added.get(name)
@@ -74,7 +76,7 @@ class Settings:
         return self.dataset_name or "datasets"
 
     def but(self, **values: Any) -> Self:
-        """Return a copy with values that the run has decided. Names that the method lacks have no effect."""
+        """Return a copy with values that isotype has decided in the run. Names that the method lacks have no effect."""
         decided = {**self.decided, **values}
         return replace(self, decided=decided, **_built(self.command, decided))
 
@@ -83,7 +85,7 @@ def settings_of(command: Command) -> Settings:
     """Return the settings of a command.
 
     Raises:
-        UsageError: no model, numbers out of range, or a combination of arguments that TRL or transformers refuses.
+        UsageError: no model, numbers out of range, or a combination of arguments that TRL or transformers does not accept.
         PrecisionError: arguments about dtypes contradict each other. The error lists all contradictions.
     """
     if problems := list(_incomplete(command)):
@@ -106,15 +108,15 @@ def _incomplete(command: Command) -> Iterator[Problem]:
         yield Problem("no --model_name_or_path", MODELS, "--model_name_or_path MODEL")
     if "tokens_per_step" in command:
         what = f"--tokens_per_step {command['tokens_per_step']}"
-        fix = "add --per_device_train_batch_size auto, or leave --tokens_per_step out"
+        fix = "add --per_device_train_batch_size auto, or omit --tokens_per_step"
         yield Problem(what, "a batch size that the plan chooses", fix)
     if command["parallelism_config"] is not None:
         expected = "the whole model in each process, or a part of the model with --fsdp full_shard"
-        yield Problem("--parallelism_config", expected, "leave it out")
+        yield Problem("--parallelism_config", expected, "omit it")
 
 
 def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name -> value for all arguments: values of the command, decided values, and values implied by these."""
+    """Return the values of all arguments by name: values of the command, isotype's decisions, and values that follow from these."""
     ours = ("dtype", "use_peft", "lora_target_modules", "lora_task_type")  # their defaults differ from TRL's
     values: dict[str, Any] = {name: command[name] for name in ours}
     values |= {name: value.value for name, value in command.values.items()}
@@ -140,7 +142,7 @@ def _values(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
     if profile is not None and not profile.present:
         values["tf32"] = None  # transformers would check the GPU of this machine
         if profile.kind != "cuda" or profile.supports(torch.bfloat16) != "native":
-            expected, fix = "an NVIDIA GPU of compute capability 8.0 or higher", "leave --tf32 out"
+            expected, fix = "an NVIDIA GPU of compute capability 8.0 or higher", "omit --tf32"
             raise UsageError.of("invalid arguments", f"--tf32 True on {profile.title}", expected, fix)
     for name in (f"{name}_kwargs" for name in RECOMPUTE):
         if isinstance(values.get(name), dict):
@@ -177,12 +179,12 @@ def _implied(command: Command, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Settings` by name: TRL's dataclasses and isotype's own values."""
+    """Return the fields of `Settings` by name: TRL's dataclasses and isotype's values."""
     kinds = METHODS[command.method].dataclass_types()
     names = {item.name for kind in kinds for item in fields(kind) if item.init}
     if absent := [n for n in command.values if n not in names and command.specs[n].holder != "added"]:
         installed = f"transformers {version('transformers')} and trl {version('trl')}"
-        expected, fix = f"an argument of the installed {installed}", "leave it out, or install newer ones"
+        expected, fix = f"an argument of the installed {installed}", "omit it, or install newer versions"
         raise UsageError("invalid arguments", [Problem(f"--{name}", expected, fix) for name in absent])
     try:
         parts = _constructed(command, decided)
@@ -193,7 +195,7 @@ def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
         works = partial(_works, command, decided)
         fix = fix_of_message(message, command.values, named, f"isotype {command.method}")
         if fixes := [f"--{name}" for name in sorted(command.values) if works(**{name: None})]:
-            fix = f"leave {' or '.join(fixes)} out"
+            fix = f"omit {' or '.join(fixes)}"
         elif "num_generations" in message and (fixes := list(_whole_groups(command, works))):
             fix = " or ".join(fixes)
         conflict = Problem(message, f"arguments that trl {command.method} accepts together", fix)
@@ -214,11 +216,11 @@ def _built(command: Command, decided: Mapping[str, Any]) -> dict[str, Any]:
 
 _NAMES = frozenset(name for method in METHODS for name in specs(method))
 _COMPLETED = frozenset({"bf16", "fp16", "mixed_precision"})
-"""Attributes that `PrecisionPolicy` sets later, because the constructor of TrainingArguments may refuse bf16."""
+"""Attributes that `PrecisionPolicy` sets later, because the constructor of TrainingArguments may not accept bf16."""
 
 
 def _fill_deepspeed_config(training: Any) -> None:
-    """Fill the values "auto" of the DeepSpeed config again: the constructor filled them without the dtype."""
+    """Fill the values "auto" of the DeepSpeed config again, because the constructor filled them without the dtype."""
     from accelerate.utils import DeepSpeedPlugin
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -247,7 +249,7 @@ def _works(command: Command, decided: Mapping[str, Any], **values: Any) -> bool:
 
 
 def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]:
-    """Yield arguments with which a batch has only whole groups: fewer completions per prompt, or a larger batch."""
+    """Yield arguments with which a batch contains only whole groups: fewer completions per prompt, or a larger batch."""
     rows, group = command["per_device_train_batch_size"], command["num_generations"]
     larger = range(rows + 1, rows + group + 1)
     choices = {"num_generations": range(group - 1, 1, -1), "per_device_train_batch_size": larger}
@@ -258,8 +260,8 @@ def _whole_groups(command: Command, works: Callable[..., bool]) -> Iterator[str]
 def module_names(value: Any) -> Any:
     """Return names of modules for PEFT: a list of names, or a string for `all-linear` or a regular expression.
 
-    TRL turns a list with one name into a string, which PEFT reads as a regex for the whole module name. Names may be
-    separated by commas or written as a list (`['q_proj', 'v_proj']`).
+    TRL turns a list with one name into a string, and PEFT reads this string as a regular expression for the whole
+    module name. Names may be separated by commas or written as a list (`['q_proj', 'v_proj']`).
     """
     text = " ".join(value) if isinstance(value, list) else str(value or "")
     text = re.sub(r"['\"]", "", text[1:-1]) if text.startswith("[") and text.endswith("]") else text
@@ -269,7 +271,7 @@ def module_names(value: Any) -> Any:
 
 
 def fix_of_message(message: str, explicit: Collection[str], values: Mapping[str, Any], help_of: str) -> str:
-    """Return a fix for a library's error message: leave out or change the arguments that the message names."""
+    """Return a fix for the error message of a library: omit or change the arguments that the message names."""
     words = dict.fromkeys(re.findall(r"[a-z][a-z0-9_]*", message))
     named = [name for name in words if name in values and ("_" in name or f"--{name}" in message)]
     # A word such as "Packing" names an argument only if the user gave this argument.
@@ -279,8 +281,8 @@ def fix_of_message(message: str, explicit: Collection[str], values: Mapping[str,
     named = named or [name for name in explicit if "_" in name and " ".join(name.split("_")[-2:]) in spoken]
     out = [f"--{name}" for name in named if name in explicit]
     other = [f"--{name} (now {values[name]})" for name in named if name not in explicit]
-    parts = [f"leave {' or '.join(out)} out"] * bool(out)
+    parts = [f"omit {' or '.join(out)}"] * bool(out)
     parts += [f"{'or change' if out else 'change'} {' or '.join(other)}"] * bool(other)
     given = [f"--{name}" for name in sorted(explicit) if name in values]
-    last = f"leave out one of {', '.join(given)}" if given else "correct the arguments"
+    last = f"omit one of {', '.join(given)}" if given else "correct the arguments"
     return ", ".join(parts) or f"{last}; {help_of} --help-all lists all arguments"

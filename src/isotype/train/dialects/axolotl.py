@@ -1,4 +1,4 @@
-"""Translates axolotl's names for the method, the rows and the intervals, which tables.yaml cannot translate."""
+"""Translates axolotl's names for the method, the rows and the intervals, because tables.yaml cannot translate them."""
 
 from isotype.data.methods import METHODS
 from isotype.train.dialects.reader import FRAME, Reader, Rows, same_roles, tables, use_rows
@@ -8,13 +8,15 @@ _PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "SwanLabPlu
 
 
 def method_of(reader: Reader) -> str | None:
-    """Return the training method of the file, or None if isotype lacks the method."""
+    """Return the training method of the file; None if isotype lacks the method."""
     rl, methods = reader.get("rl"), tables()["axolotl"]["methods"]
     if reader.get("process_reward_model"):
         reader.refuse("process_reward_model", "a reward model that scores whole answers", "isotype reward")
         return None
     if rl is not None and str(rl) not in methods:
-        reader.refuse("rl", f"one of {', '.join(methods)}", "choose one of these: isotype has no other")
+        reader.refuse(
+            "rl", f"one of {', '.join(methods)}", "choose one of these values, because isotype has no other"
+        )
         return None
     supervised = "reward" if reader.get("reward_model") else "sft"
     return supervised if rl is None else str(methods[str(rl)])
@@ -56,7 +58,7 @@ def _intervals(reader: Reader) -> None:
 
 
 def _share_of_steps(reader: Reader, name: str) -> float | None:
-    """Return the interval in `name` (times per epoch) as a share of all steps. Return None for all steps or more."""
+    """Return the interval in `name` (times per epoch) as a share of all steps; None if it is all steps or more."""
     often = reader.typed(name, "a number above 0", None)
     epochs = reader.typed("num_epochs", "a number above 0", 1)
     share = 1 / (often * epochs) if often else 1
@@ -98,7 +100,7 @@ def _data_set(inner: Reader) -> list[Rows]:
             ", ".join((*texts, *chats, *tables()["types"][method]))
             or "none (axolotl's types for this method are names of functions, which isotype does not run)"
         )
-        fix = "write the rows with isotype's columns (docs/training.md, Data), and give --dataset_name"
+        fix = "write the rows with isotype's columns (docs/training.md, Data), and set --dataset_name"
         what = "type" if "type" in inner.given else f"type: {kind}"
         inner.refuse(what, f"a path, and one of these types of rows: {known}", fix)
     inner.apply_rules()

@@ -1,4 +1,4 @@
-"""Translates LLaMA-Factory's stage and the data sets in dataset_info.json, which tables.yaml cannot translate."""
+"""Translates LLaMA-Factory's stage and the data sets in dataset_info.json, because tables.yaml cannot translate them."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ _JOINED = "not done; a line break between instruction and input becomes an empty
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 _TAGS = {"user": "user_tag", "assistant": "assistant_tag", "tool": "observation_tag", "system": "system_tag"}
 _OF_ROWS = "dataset dataset_dir max_samples"
-_FIX = "write them with isotype's columns (docs/training.md, Data), and give --dataset_name"
+_FIX = "write the rows with isotype's columns (docs/training.md, Data), and set --dataset_name"
 
 
 def method_of(reader: Reader) -> str | None:
@@ -39,7 +39,9 @@ def topics(reader: Reader) -> None:
     config, _ = deepspeed_config(reader.get("deepspeed"))
     if reader.get("pure_bf16") and value_in(config, "zero_optimization.stage") == 3:
         what = "pure_bf16: true, with ZeRO-3 in the DeepSpeed config"
-        reader.refuse(what, "one of the two: LLaMA-Factory refuses both together", "bf16: true")
+        reader.refuse(
+            what, "one of the two, because LLaMA-Factory does not accept both together", "bf16: true"
+        )
     _rows(reader)
     reader.use("stage")
 
@@ -64,7 +66,7 @@ def _rows(reader: Reader) -> None:
 def _info(reader: Reader, names: list[str]) -> tuple[dict[str, Any] | None, Path]:
     """Return the content and folder of dataset_info.json, or (None, folder) if the file cannot be read.
 
-    A relative `dataset_dir` is looked up in the working directory, then in the folder of the translated file.
+    A relative `dataset_dir` is looked up in the working directory, and then in the folder of the translated file.
     """
     where = reader.get("dataset_dir", "data")
     if isinstance(where, dict):

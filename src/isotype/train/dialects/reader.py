@@ -1,4 +1,4 @@
-"""Reads a file of another training program, and translates, leaves out or refuses each name according to tables.yaml."""
+"""Reads a file of another training program. For each name in the file, tables.yaml says whether it is translated, omitted or refused."""
 
 import difflib
 import re
@@ -47,13 +47,13 @@ def _words(text: str) -> dict[str, str]:
 class Reader:
     """Translates a file of another training program, or a part of the file, name by name.
 
-    A name in the file is called settled when it has been translated, noted as left out, or refused.
+    A name in the file is called settled when it has been translated, omitted with a note, or refused.
 
     Attributes:
-        given: the values in the file by name. A name in a group is written `group.name`.
-        values: the translated values by isotype's names.
-        used: translated name -> isotype's names, or no names if isotype always does what the translated name requests.
-        notes: note on what isotype does instead -> the names that were left out.
+        given: the values in the file, by name. A name in a group is written `group.name`.
+        values: the translated values, by isotype's names.
+        used: translated name -> isotype's names. There are no names if isotype always does what the translated name requests.
+        notes: note on what isotype does instead -> the names that were omitted.
         trains: True if the data sets must be on this machine, because a training reads them.
     """
 
@@ -138,7 +138,7 @@ class Reader:
                 self.use(names, **ours)
 
     def finish(self) -> None:
-        """Translate, leave out or refuse each unsettled name. Drop values for which the method has no argument."""
+        """Translate, omit or refuse each unsettled name. Drop values for which the method has no argument."""
         for name in self._unsettled(" ".join(self.given)):
             self._settle(name, self.given[name])
         self.values = tables()[self.table]["defaults"] | self.values
@@ -154,7 +154,7 @@ class Reader:
                     del self.used[name]
 
     def text(self) -> str:
-        """Return lines for the user, with the number of translated names and the notes on names that were left out."""
+        """Return lines for the user, with the number of translated names, and the notes on omitted names."""
         lines = [f"  {', '.join(names)}: {effect}" for effect, names in self.notes.items() if effect != OFF]
         title = tables()[self.table]["title"]
         used = f"{len(self.used)} names in {title}'s file are used"
@@ -168,7 +168,11 @@ class Reader:
         if self.get(name) is None or (not value and ours is None and not passes):
             self.notes.setdefault(OFF, []).append(name)
         elif choices and str(value) not in choices:
-            self.refuse(name, f"one of {', '.join(choices)}", "choose one of these: isotype has no other")
+            self.refuse(
+                name,
+                f"one of {', '.join(choices)}",
+                "choose one of these values, because isotype has no other",
+            )
         elif ours is not None:
             self.use(name, **{ours: choices.get(str(value), value)})
         elif kind == "refused" and value and not (value == 1 and name.endswith(("_size", "_degree"))):
@@ -184,14 +188,14 @@ class Reader:
             self.refuse(name, f"a name of {table['title']} that isotype translates", fix)
 
     def _similar(self, name: str, cutoff: float = 0.6) -> list[str]:
-        """Return the other program's name that is most similar to `name`, or an empty list."""
+        """Return the name of the other program that is most similar to `name`, or an empty list."""
         table = tables()[self.table]
         ruled = " ".join(rule.get("use", rule.get("names", "")) for rule in table["rules"])
         known = [*_words(table["used"]), *ruled.split(), *(other for *_, other in _listed(self.table))]
         return difflib.get_close_matches(name, [other for other in known if "*" not in other], 1, cutoff)
 
     def _unsettled(self, names: str) -> list[str]:
-        """Return the file's names that match `names` (names or patterns) and are not settled yet."""
+        """Return the names in the file that match `names` (names or patterns) and are not settled yet."""
         patterns = names.split()
         left = (name for name in self.given if name not in self._settled)
         return [name for name in left if any(fnmatchcase(name, pattern) for pattern in patterns)]
@@ -226,7 +230,7 @@ def _listed(table: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _entry(table: str, name: str) -> tuple[str, str]:
-    """Return a name's entry: its kind (idle, differs or refused) and text, or ("", ""). Patterns are tried last."""
+    """Return the entry of a name in the table: its kind (idle, differs or refused) and text, or ("", ""). Patterns are tried last."""
     entries = [entry for entry in _listed(table) if fnmatchcase(name, entry[2])]
     kind, text, _ = min(entries, key=lambda entry: entry[2] != name, default=("", "", ""))
     return kind, text
@@ -254,8 +258,8 @@ class Rows:
     """A data set that the file names.
 
     Attributes:
-        kind: content of each row, which is `chat`, `turns` (a prompt and its answer, as text) or `text`.
-        columns: maps isotype's column name to the data set's columns that are joined into that column.
+        kind: content of each row: `chat`, `turns` (a prompt and its answer, as text) or `text`.
+        columns: maps isotype's column name to the columns of the data set that are joined into this column.
         name: configuration of the data set on the hub.
         split: the rows to train on, in the notation of `datasets` (`train[:10%]`).
         files: names of the files in `path` to read, or None for all files.
@@ -270,7 +274,7 @@ class Rows:
 
     @property
     def renamed(self) -> dict[str, list[str]]:
-        """Isotype's column name -> columns of the data set, for columns with other names than isotype's."""
+        """Isotype's column name -> columns of the data set, for columns whose names differ from isotype's names."""
         renamed = {ours: theirs for ours, theirs in self.columns.items() if theirs != [ours]}
         return {} if renamed == _NATIVE else renamed
 
@@ -317,7 +321,7 @@ def _columns_argument(columns: Mapping[str, list[str]]) -> str | None:
 
 
 def same_roles(roles: Mapping[str, Any]) -> bool:
-    """Return True if isotype maps the names of speakers to the same roles as `roles` does (role -> names)."""
+    """Return True if isotype maps the names of speakers to the same roles as `roles` (role -> names)."""
     return all(
         SPEAKERS.get(str(name).lower(), "").replace(CALL, "assistant") == role
         for role, names in roles.items()

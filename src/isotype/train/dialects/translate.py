@@ -12,14 +12,14 @@ from isotype.train.dialects.reader import Reader, tables
 logger = logging.getLogger(__name__)
 Dialect = Literal["axolotl", "llama_factory"]
 _NEWER = {"model_class", "peft_config", "dist_config", "train_dataset", "kernel_config", "sample_backend"}
-"""Names of LLaMA-Factory's second file format (the files of its `examples/v1`)."""
+"""Names of LLaMA-Factory's second file format (the files in its `examples/v1`)."""
 _METHOD = ("stage", "rl", "reward_model")
-BY_HAND = "isotype check MODEL checks a model alone; isotype {method} --help lists isotype's names"
+BY_HAND = "isotype check MODEL checks only a model; isotype {method} --help lists isotype's names"
 _MODULES = {"axolotl": axolotl, "llama_factory": llama_factory}
 
 
 def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
-    """Return the program whose names a file uses; None if these are isotype's names."""
+    """Return the program whose names a file uses; None if the file uses isotype's names."""
     if "base_model" in values:
         return "axolotl"
     ours = {"stage", "finetuning_type"} & set(values) or len(_NEWER & set(values)) > 1
@@ -28,7 +28,7 @@ def dialect_of(values: Mapping[str, Any]) -> Dialect | None:
 
 
 def method_of(values: Mapping[str, Any]) -> str:
-    """Return the training method of a file. A file that does not name a method is for `sft`."""
+    """Return the training method of a file. The method of a file that does not name a method is `sft`."""
     dialect = dialect_of(values)
     if dialect is None:
         return "sft"
@@ -40,8 +40,8 @@ def translated(
 ) -> Reader:
     """Translate a file of axolotl or LLaMA-Factory into arguments of `isotype METHOD`.
 
-    Relative paths are looked up in the working directory, then in the file's `folder`. Unless `trains` is set, the data
-    sets need not be on this machine.
+    Relative paths are looked up in the working directory, and then in the `folder` of the file. Unless `trains` is set,
+    the data sets need not be on this machine.
     """
     module = _MODULES[dialect]
     reader = Reader.of(dialect, values, method, folder)
@@ -69,7 +69,7 @@ def translated(
 
 
 def other_program(values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return a program whose files isotype does not translate, and a fix, if the file is for this program, else None."""
+    """If the file is for a program whose files isotype does not translate, return this program and a fix, else None."""
     groups = (group for name, group in values.items() if isinstance(group, dict) and name != "deepspeed")
     named = set(values).union(*groups)
     program = next((about for name, about in tables()["others"].items() if name in named), None)
@@ -79,7 +79,7 @@ def other_program(values: Mapping[str, Any]) -> tuple[str, str] | None:
 def in_isotype_names(
     values: dict[str, Any], method: str, path: str, *, trains: bool
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return a file's values by isotype's names, and a problem for each refused name. Log the names that are not used."""
+    """Return the values of a file by isotype's names, and a problem for each refused name. Log the names that are not used."""
     if other := other_program(values):
         expected = "a file of isotype, TRL, axolotl or LLaMA-Factory"
         return {}, [Problem(f"a file of {other[0]}", expected, other[1].format(path=path, method=method))]

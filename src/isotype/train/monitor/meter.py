@@ -2,7 +2,8 @@
 
 A step whose loss or gradient is not finite must not change the weights. PyTorch's fused Adam and AdamW on CUDA skip an
 update if `found_inf` is set (a flag on the device, which GradScaler also uses). With these optimizers, the host reads the
-values one step later, without waiting. With other optimizers and devices, the host reads the values before the update.
+values one step later, so it does not wait for the device. With other optimizers and devices, the host reads the values
+before the update.
 """
 
 import copy
@@ -69,7 +70,7 @@ class _Resident:
 
 
 MemoryMeter = _Allocated | _Resident
-"""A meter's method `peak` returns the largest memory in use, in bytes, since the last call of `restart`."""
+"""The method `peak` of a meter returns the largest memory in use, in bytes, since the last call of `restart`."""
 
 
 @contextmanager
@@ -77,7 +78,7 @@ def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
     """Yield a meter of the memory of `device` during a run.
 
     On CUDA, ROCm and XPU, the meter reads PyTorch's peak of allocated bytes. On other devices, the meter samples the
-    resident memory of this process every `SAMPLING_SECONDS` and can miss shorter peaks. The kernel's peak (`ru_maxrss`)
+    resident memory of this process every `SAMPLING_SECONDS`, and can miss short peaks. The kernel's peak (`ru_maxrss`)
     is not used, because it includes the peak of loading and cannot be reset.
     """
     if device.type in ("cuda", "xpu"):
@@ -94,10 +95,10 @@ def memory_meter(device: torch.device) -> Iterator[MemoryMeter]:
 
 
 DEFERRED_ON = ("cuda",)
-"""Device types on which fused optimizers read `found_inf`. ROCm has the type `cuda`."""
+"""Device types on which fused optimizers read `found_inf`. ROCm also has the device type `cuda`."""
 
 _LOSS, _NORM = 1, 3
-"""Indices of loss and norm in the tensor of five values that `launch` makes."""
+"""Indices of loss and norm in the tensor of five values that `launch` creates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +113,16 @@ class MicroBatch:
 
 @dataclass
 class Step:
-    """An optimizer step. `read` converts loss, norm and scale from scalars on the device to Python numbers.
+    """An optimizer step. The method `read` converts loss, norm and scale from scalars on the device to Python
+    numbers.
 
     Attributes:
         tokens: number of tokens in the batches of all processes, without padding (set by `read`).
-        loss: sum of the losses of this process's micro-batches. `read` averages the sums of all processes.
+        loss: sum of the losses of this process's micro-batches. The method `read` averages this sum over all processes.
         grad_norm: norm of the unscaled gradients before clipping, or None if it was not measured.
         scale: the loss scale in the backward, or None without loss scaling.
         stops: number of processes that have received a stop signal (set by `read`).
-        began: start of the step by `time.perf_counter`, in seconds.
+        began: time at the start of the step (`time.perf_counter`), in seconds.
         memory_bytes: peak memory of this process, or 0 if it was not measured.
     """
 
@@ -143,15 +145,15 @@ class Step:
 
     @property
     def waits(self) -> bool:
-        """True between `launch` and `read`, while the values are on the device."""
+        """True between `launch` and `read`, when the values are on the device."""
         return self._values is not None and not self.is_read
 
     def launch(self, device: torch.device, accelerator: Any = None, stops: bool = False) -> None:
         """Collect the values in one tensor on the device, without waiting for the device.
 
         Args:
-            accelerator: sums tokens, losses and stop signals over all processes (a collective operation). If `accelerator`
-                is None, only the loss of this process is collected, and tokens are not counted.
+            accelerator: sums tokens, losses and stop signals over all processes (a collective operation). If `accelerator` is
+                None, only the loss of this process is collected, and tokens are not counted.
             stops: True if this process has received a stop signal.
         """
         # MPS and some XPUs have no float64. In float32, numbers of tokens above 2^24 would be rounded.
@@ -180,7 +182,7 @@ class Step:
         return finite.logical_not().to(torch.float32)
 
     def send(self) -> None:
-        """Begin to copy the values on the device to the host, without waiting for the copy."""
+        """Begin to copy the values from the device to the host, without waiting for the copy."""
         assert self._values is not None
         if self._values.device.type != "cpu":
             host = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
@@ -217,7 +219,7 @@ _MASKS = {"input_ids": "attention_mask", "prompt_ids": "prompt_mask", "completio
 
 
 def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """Count the tokens in a batch's attention masks, without the extra sequences for KTO's KL estimate."""
+    """Count the tokens in the attention masks of a batch, without the extra sequences for KTO's KL estimate."""
     total: torch.Tensor | int = 0
     for ids, mask in _MASKS.items():
         if batch.get(ids) is not None:
@@ -229,8 +231,8 @@ def count_tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
 def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -> Any | None:
     """Return the optimizer inside accelerate's wrapper if it skips an update when `found_inf` is set, else None.
 
-    A GradScaler sets `found_inf` itself, and with several processes, the host reads their stop signals before the update.
-    In both cases, the result is None.
+    A GradScaler sets `found_inf` itself. With several processes, the host reads their stop signals before the update. In
+    both cases, the function returns None.
     """
     scaler = getattr(accelerator, "scaler", None)
     if device.type not in DEFERRED_ON or accelerator.num_processes > 1 or scaler is not None:
@@ -244,16 +246,17 @@ def skipping_optimizer(optimizer: Any, accelerator: Any, device: torch.device) -
 
 
 Replay = NonFinite | str
-"""Result of running a step again: the first value that is not finite, or why it is unknown; "" if all are finite."""
+"""Result of running a step again: the first value that is not finite, or the reason why it is unknown; "" if all values are finite."""
 
 
 @dataclass
 class StepMeter:
-    """Measures a trainer's steps. `attach` replaces trainer methods, because callbacks get no batch and no loss.
+    """Measures a trainer's steps. Measures the steps of a trainer. `attach` replaces trainer methods, because
+    callbacks get no batch and no loss.
 
     Args:
-        together: True if all processes combine their values in every step (a collective operation). False in a script:
-            tokens are not counted, and losses are combined only after a non-finite gradient norm, which is equal in all
+        together: True if all processes combine their values in every step (a collective operation). It is False in a script.
+            Tokens are then not counted, and losses are combined only after a non-finite gradient norm, which is equal in all
             processes.
         signals: the stop signals (SIGINT, SIGTERM) that this process has received so far.
 

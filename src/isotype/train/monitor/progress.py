@@ -44,7 +44,7 @@ class _Bar(Progress):
 class ProgressView:
     """Context manager that shows loss, learning rate, gradient norm, tokens per second and remaining time of a run.
 
-    A terminal shows every step in a live bar. Any other console gets a line in one of `every` steps.
+    A terminal shows every step in a live bar. Any other console gets one line every `every` steps.
     """
 
     def __init__(self, console: Console, every: int = 1) -> None:

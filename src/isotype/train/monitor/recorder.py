@@ -21,11 +21,11 @@ from isotype.train.monitor.meter import Step, skipping_optimizer
 from isotype.train.monitor.progress import ProgressView
 
 _EVERY = 50
-"""Largest number of steps between two samples. A short run is sampled more often, about twenty times."""
+"""Largest number of steps between two samples. A short run is sampled more often, about twenty times in total."""
 
 
 class HeadroomMeter:
-    """Samples the largest magnitude of each block's output, in the first micro-batch of some steps."""
+    """Samples the largest magnitude of each block's output in the first micro-batch of some steps."""
 
     def __init__(self, model: nn.Module, steps: int) -> None:
         names = {id(module): name for name, module in model.named_modules()}
@@ -56,7 +56,7 @@ class HeadroomMeter:
             self._largest.clear()
 
     def record(self) -> Headroom | None:
-        """Return the samples so far, or None if there is no sample (as in a model without blocks)."""
+        """Return the samples so far; None if there is no sample (as in a model without blocks)."""
         if not self._samples:
             return None
         return Headroom(tuple(self._blocks), self._dtype, tuple(self._samples))
@@ -89,8 +89,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
     """Callback that makes a `StepRecord` of every optimizer step of a `PolicyTrainer`.
 
     All processes make these records, so that all processes end a run at the same step. Only rank 0 shows the progress. If
-    the optimizer can skip updates on the device (`isotype.train.monitor.meter`), a step is checked and recorded while
-    the next step runs. The trainer saves, logs or evaluates only after the record.
+    the optimizer can skip updates on the device (`isotype.train.monitor.meter`), a step is checked and recorded while the
+    next step runs. The trainer saves, logs or evaluates only after the last step is recorded.
 
     Args:
         view: shows the progress, or None to show nothing.
@@ -159,7 +159,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self._skipping = None
 
     def settle(self) -> None:
-        """Read and record the last step if it is unread. Raise TrainingError if its loss or gradient norm is not finite."""
+        """Read and record the last step, if this was not done yet. Raise TrainingError if its loss or gradient norm is not finite."""
         step, self._unread = self._unread, None
         if step is not None:
             step.read()
@@ -167,7 +167,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
             self._record(step)
 
     def record_unread(self) -> str:
-        """After an exception, record the step whose values were not read. Return "", or why the step has no record."""
+        """After an exception, record the step whose values were not read. Return "", or the reason why the step has no record."""
         step, self._unread = self._unread, None
         if step is None:
             return ""
@@ -235,7 +235,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]  # transformers ships 
 
 
 class PeriodicReport(TrainerCallback):  # type: ignore[misc]  # transformers ships no types
-    """Callback that writes the report of the run so far (in rank 0). Writing takes at most 1% of the training's time.
+    """Callback in rank 0 that writes the report of the run so far. Writing takes at most 1% of the training's time.
 
     A SaveError from `write` is ignored, because the report is written again at the end of the run.
     """

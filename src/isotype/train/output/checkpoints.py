@@ -49,7 +49,7 @@ def write_manifest(directory: Path) -> None:
 
 
 def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
-    """Return a clause that says what is missing or damaged in a checkpoint, or None if the checkpoint is complete.
+    """Return a clause that says what is missing or damaged in a checkpoint; None if the checkpoint is complete.
 
     A checkpoint of another program has no manifest, but must have weights and a readable trainer state. If `contents` is
     True, every file is compared with its checksum in the manifest.
@@ -112,7 +112,7 @@ def unreadable_state(checkpoint: Path) -> str | None:
                 content = torch.load(path, map_location="meta", weights_only=True)
         except (pickle.UnpicklingError, EOFError, OSError, *_REFUSALS):
             kind = "a torch.save file of tensors and numbers"
-            return f"{path.name} is not {kind}; isotype unpickles nothing else"
+            return f"{path.name} is not {kind}, and isotype unpickles no other objects"
         content = content if isinstance(content, dict) else {}
         if lacking := [key for key, kind in entries.items() if not isinstance(content.get(key), kind)]:
             return f"{path.name} has no {' and no '.join(lacking)}"
@@ -135,7 +135,7 @@ def whole_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def saved_at(checkpoint: Path) -> float:
-    """Return the time of saving from the manifest or, without a manifest, from file times (seconds since 1970)."""
+    """Return the time of saving from the manifest. Without a manifest, return a file time (seconds since 1970)."""
     manifest = read_json(checkpoint / MANIFEST) or {}
     if isinstance(manifest.get("saved_at"), (int, float)):
         return float(manifest["saved_at"])
@@ -144,13 +144,13 @@ def saved_at(checkpoint: Path) -> float:
 
 
 def trained_kind(root: Path) -> str | None:
-    """Return the kind of the result in `root`, a key of `RESULT_FILES`, or None if there is no result."""
+    """Return the kind of the result in `root`, which is a key of `RESULT_FILES`; None if there is no result."""
     kind = (read_json(root / POLICY_FILE) or {}).get("trainable")
     return kind if kind in RESULT_FILES else None
 
 
 def remove_other_kind(root: Path, former: str | None) -> None:
-    """Delete the files of an earlier result of the other kind (adapter or model), which programs would also read."""
+    """Delete the files of an earlier result of the other kind (adapter or model), because programs would read them too."""
     if former is None or former == trained_kind(root):
         return
     for pattern in RESULT_FILES[former]:
@@ -176,7 +176,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 REFERENCE = "isotype_reference.safetensors"
-"""Name of the reference model's file in a checkpoint. The reference model is saved only with `--sync_ref_model`."""
+"""Name of the reference model's file in a checkpoint. The file exists only with `--sync_ref_model`."""
 
 logger = logging.getLogger("isotype")
 
@@ -190,7 +190,8 @@ class Order:
 
 
 def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int) -> Order | None:
-    """Restore or record the random states that determine the order of rows; None if seed and epoch determine it.
+    """Restore or record the random states that determine the order of rows; None if seed and epoch determine the
+    order.
 
     Args:
         checkpoint: the checkpoint that is resumed in this epoch, or None if the epoch begins with its first batch.
@@ -216,7 +217,7 @@ def begin_epoch(trainer: Any, loader: Any, checkpoint: Path | None, skipped: int
 
 
 def save_loop_state(trainer: Any, order: Order | None, folder: Path) -> None:
-    """Save this process's random states and completions, and the reference model if training changes its weights."""
+    """Save the random states and completions of this process, and the reference model if the training changes its weights."""
     if _moves_reference(trainer) and trainer.args.should_save and not has_shards(trainer.model):
         save_model(trainer.ref_model, str(folder / REFERENCE))
     if order is None:

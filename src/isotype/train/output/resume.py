@@ -1,4 +1,4 @@
-"""Locks a run's output directory, finds the checkpoint to resume, and compares settings of checkpoint and command."""
+"""Locks the output directory of a run, finds the checkpoint to resume, and compares its settings with the command's."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ _NO_RESUME = (None, False, "False", "false")
 
 @contextmanager
 def output_directory(settings: Settings, console: Console) -> Iterator[None]:
-    """Create the output directory, and lock it in the process that writes. At the end, remove it if it is empty."""
+    """Create the output directory, and lock it in the process that writes. At the end, remove the directory if it is empty."""
     root = Path(settings.output_dir)
     command = printed_command(settings.command.tokens())
     missing = [path for path in (root, *root.parents) if not path.exists()]
@@ -51,7 +51,7 @@ def output_directory(settings: Settings, console: Console) -> Iterator[None]:
 
 
 def resume_point(settings: Settings) -> Path | None:
-    """Return the complete checkpoint that the run resumes, or None if the run starts from the beginning."""
+    """Return the complete checkpoint that the run resumes; None if the run starts from the beginning."""
     requested = settings.resume_from_checkpoint
     if requested in _NO_RESUME:
         return None
@@ -72,7 +72,7 @@ def resume_point(settings: Settings) -> Path | None:
         return path
     others = ", ".join(p.name for p in reversed(whole) if p.resolve() != path.resolve())
     headline, what = "no checkpoint to resume from", f"--resume_from_checkpoint {requested}: {reason}"
-    fix = f"leave --resume_from_checkpoint out, because {root} has no other complete checkpoint"
+    fix = f"omit --resume_from_checkpoint, because {root} has no other complete checkpoint"
     if others:
         fix = f"complete checkpoints in {root}: {others}"
     raise CheckpointError.of(headline, what, "a complete folder checkpoint-N", fix)
@@ -92,8 +92,8 @@ def check_resume(identity: Mapping[str, Any], resume: Path) -> None:
         raise CheckpointError(
             f"{resume} belongs to a run with other settings",
             problems,
-            hint="a checkpoint can be resumed only with the settings of its run; leave --resume_from_checkpoint out and "
-            "give another --output_dir to start again",
+            hint="a checkpoint can be resumed only with the settings of its run; omit --resume_from_checkpoint, and "
+            "set another --output_dir to start again",
         )
 
 
@@ -169,7 +169,7 @@ def template_date(resume: Path | None) -> date | None:
 
 
 def store_date(settings: Settings, day: str, tokenizer: Any) -> None:
-    """Store the run's date in the tokenizer. `datasets` then includes it in the cache key of tokenized rows."""
+    """Store the date of the run in the tokenizer. `datasets` then includes the date in the cache key of tokenized rows."""
     if writes_date(tokenizer) or settings.chat_template_path is not None:
         getattr(tokenizer, "tokenizer", tokenizer).template_date = day
 
@@ -192,9 +192,9 @@ _NAMES: Any = table(__file__, "identity.json")
 # Arguments of transformers that change a run's results, and arguments of TRL that do not.
 _DECISIVE, _INDECISIVE = _NAMES["decisive"].split(), _NAMES["indecisive"].split()
 _POLICY: Mapping[str, str | None] = _NAMES["policy"]
-"""Field of the policy -> the argument that sets the field, or None."""
+"""Maps a field of the policy to the argument that sets the field, or to None."""
 _PARTS = {True: "language", False: "all"}
-"""True if the policy's `dense` names modules, else False -> the value of `--quantized_parts`."""
+"""The value of `--quantized_parts` for True (the policy's `dense` names modules) and for False."""
 _BATCH = "rows in an optimizer step"
 _NAMED_BY = {"weights": ("model_name_or_path", "model_revision"), "rows": ("dataset_name", "dataset_config")}
 
@@ -205,7 +205,7 @@ def identity_of(
     """Return the settings that determine the numerical results of a run, by argument name, as plain JSON values.
 
     Some names are not arguments, such as `rows in an optimizer step` (of all processes). `weights` and `rows` are
-    fingerprints of the model and the training rows, or None. The trainer must not have changed `settings` yet.
+    fingerprints of the model and the training rows, or None. The trainer must not have changed `settings` before.
 
     Raises:
         CheckpointError: the resumed checkpoint belongs to a run with other settings.
@@ -284,7 +284,7 @@ def _different(checkpoint: Path, identity: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _from_other_files(checkpoint: Path) -> dict[str, Any]:
-    """Return settings from a checkpoint's policy file and PEFT config, under the same names as in `identity_of`."""
+    """Return the settings in the policy file and PEFT config of a checkpoint, with the same names as in `identity_of`."""
     settings: dict[str, Any] = {}
     policy = checkpoints.read_json(checkpoint / POLICY_FILE)
     if policy is not None:
@@ -311,13 +311,13 @@ def _lora(settings: Settings) -> dict[str, Any]:
 
 def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
     setting, expected = f"--{name} {_words(now)}", _words(was)
-    fix = f"leave --{name} out" if was is None else f"--{name} {expected}"
+    fix = f"omit --{name}" if was is None else f"--{name} {expected}"
     again, flag = "or start again in another --output_dir", _POLICY.get(name)
     if name == "weights":
         setting = f"the weights of --model_name_or_path have the fingerprint {now}"
-        fix = f"give the model of that run, {again}"
+        fix = f"use the model of that run, {again}"
     elif name == "rows":
-        setting, fix = f"the training rows: {now}", f"give the same rows in the same order, {again}"
+        setting, fix = f"the training rows: {now}", f"use the same rows in the same order, {again}"
     elif name == _BATCH:
         setting = f"{now} {name}"
         fix = "keep per_device_train_batch_size x gradient_accumulation_steps x processes the same"
@@ -325,7 +325,7 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
         setting, expected, fix = f"isotype {now}", f"isotype {was}", f"resume with isotype {was}"
     elif name == "layers":
         setting = expected = "all layers in one format"
-        fix = "leave --quantization mixed out"
+        fix = "omit --quantization mixed"
         if now:
             setting = f"{len(now)} layers in another format than most layers"
         if was:
@@ -338,7 +338,7 @@ def _problem(name: str, was: Any, now: Any, checkpoint: Path) -> Problem:
         plain = name == "storage" and was in ("float32", "bfloat16", "float16")
         setting, fix = f"{name} {now}", "use the settings of that run"
         if flag is not None:
-            fix = f"leave {flag} out, or give --dtype {was}" if plain else f"{flag} {was}"
+            fix = f"omit {flag}, or set --dtype {was}" if plain else f"{flag} {was}"
     return Problem(setting, f"{expected}, as in {checkpoint.name}", fix)
 
 

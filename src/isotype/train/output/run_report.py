@@ -1,4 +1,4 @@
-"""Writes the report of a run into the run's folder and into each checkpoint. A resumed run continues the report."""
+"""Writes the report of a run into the folder of the run and into each checkpoint. A resumed run continues the report."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ def earlier_report(resume: Path | None) -> RunRecord | None:
         return from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         headline = "the report in the checkpoint cannot be read"
-        fix = f"delete {path}: the new report then begins at the checkpoint"
+        fix = f"delete {path}; the new report then begins at the checkpoint"
         expected = "an unchanged report of isotype"
         raise CheckpointError.of(headline, f"{path}: {error}", expected, fix) from error
 
@@ -45,7 +45,8 @@ def files_of_checkpoint(identity: Mapping[str, Any], record: Callable[[], RunRec
 def write_report(record: RunRecord, root: Path, *, made_steps: bool, writes: bool = True) -> Path:
     """Write the report into the run's folder `root` if `writes` is True (in rank 0). Return the path of the HTML report.
 
-    A command without a step does not overwrite a report with steps, because that report may be of a finished run.
+    A command that runs no step does not overwrite a report with steps, because this may be the report of a finished
+    run.
     """
     complete = record.status == "finished" and bool(record.steps)
     if not writes or (not made_steps and not complete and _has_steps(root / JSON_NAME)):

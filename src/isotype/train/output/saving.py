@@ -1,4 +1,4 @@
-"""Saves only complete checkpoints: each checkpoint is built in a temporary folder, synced to disk, and renamed."""
+"""Saves only complete checkpoints. Each checkpoint is built in a temporary folder, synced to disk, and renamed."""
 
 import shutil
 import time
@@ -26,7 +26,7 @@ class Hooks:
     Attributes:
         before: raises an error if the current step must not be saved.
         in_checkpoint: writes more files into the folder of a checkpoint.
-        card: returns the model card of the run. None leaves the model card to the trainer.
+        card: returns the model card of the run. None means that the trainer writes the model card.
         resume_command: returns the command that resumes a checkpoint. None in a script.
     """
 
@@ -37,7 +37,7 @@ class Hooks:
 
 
 class WholeCheckpoints(Sharded):
-    """Mixin for `transformers.Trainer`. Each checkpoint is complete or absent, even if the process is killed."""
+    """Mixin for `transformers.Trainer`. Mixin whose checkpoints are either complete or absent, even if the process is killed."""
 
     hooks: Hooks = Hooks()
     _staging: Path | None = None
@@ -48,7 +48,7 @@ class WholeCheckpoints(Sharded):
     def train(
         self: Any, resume_from_checkpoint: Any = None, *args: Any, hooks: Hooks | None = None, **kwargs: Any
     ) -> Any:
-        """Finish or undo a save that a killed run left incomplete, then call the trainer's `train`."""
+        """Finish or undo a save that a killed run left incomplete, and then call the trainer's `train`."""
         if self.args.should_save:
             files.recover(Path(self.args.output_dir))
         self.hooks, self._began = hooks or Hooks(), time.time()
@@ -60,7 +60,7 @@ class WholeCheckpoints(Sharded):
         return result
 
     def last_checkpoint(self: Any) -> Path | None:
-        """Return the last complete checkpoint of this run, else the resumed checkpoint, or None without a checkpoint."""
+        """Return the last complete checkpoint of this run, or else the resumed checkpoint; None without a checkpoint."""
         whole = checkpoints.whole_checkpoints(self.args.output_dir)
         return whole[-1] if whole and checkpoints.saved_at(whole[-1]) >= self._began else self._resumed_from
 
@@ -125,7 +125,7 @@ class WholeCheckpoints(Sharded):
             files.discard(path)
 
     def save_final(self: Any, directory: Path) -> None:
-        """Save the model into `directory`. After a kill, the next run's `recover` restores all old or all new files."""
+        """Save the model into `directory`. After a kill, `recover` in the next run restores either all old files or all new files."""
         self._check_trained()
         former = checkpoints.trained_kind(directory)
         with self._staged(directory, "trained model") as staging:
@@ -177,16 +177,16 @@ class WholeCheckpoints(Sharded):
             if failure is None:
                 raise
             number, reason = failure
-            hint = "no checkpoint has been saved yet: start again when there is space"
+            hint = "no checkpoint has been saved yet; start again when there is enough space"
             if last := self.last_checkpoint():
                 command = self.hooks.resume_command and self.hooks.resume_command(last)
                 how = f"with:\n    {command}" if command else f"with --resume_from_checkpoint {last}"
                 hint = f"nothing else is lost; {last} is complete: resume {how}"
             headline = f"the {what} could not be saved"
             expected = "a directory that accepts files of this size"
-            fix = "make it writable and lift limits on file sizes, or give another --output_dir"
+            fix = "make it writable and lift limits on file sizes, or set another --output_dir"
             if number in files.NO_ROOM:
                 headline = f"the disk is full: {headline}"
                 expected = "space for the adapter, and twice as much for the optimizer state"
-                fix = "free some space, or give --output_dir on another disk, or --save_total_limit 1"
+                fix = "free some space, or set --output_dir on another disk, or --save_total_limit 1"
             raise SaveError.of(headline, f"{directory}: {reason}", expected, fix, hint=hint) from error

@@ -147,7 +147,7 @@ class Sharded(TrainerSteps):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def write_optimizer(self: Any, output_dir: str) -> None:
-        """Save the optimizer. In a sharded run, all processes also save trained weights, into the folder `SHARDS`."""
+        """Save the optimizer. If the run is sharded, save the trained weights of all processes into the folder `SHARDS`, too."""
         if not has_shards(self.model):
             super().write_optimizer(output_dir)
             return
@@ -213,6 +213,6 @@ class Sharded(TrainerSteps):
 
 def _require(checkpoint: Path, missing: list[str]) -> None:
     if missing:
-        fix = "give the settings of the run that saved the checkpoint"
+        fix = "use the settings of the run that saved the checkpoint"
         problem = Problem(f"{checkpoint} without {listed(missing)}", "every trained weight", fix)
         raise CheckpointError("a checkpoint of another run", [problem])

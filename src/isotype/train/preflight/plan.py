@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from isotype.train.rows.lengths import Lengths
 
 DEFAULT_LENGTH = 1024
-"""Default number of tokens per row, the same as TRL's default for `--max_length`."""
+"""Default number of tokens per row, which is TRL's default for `--max_length`."""
 _BATCH = "per_device_train_batch_size"
 
 
@@ -31,8 +31,8 @@ class Options:
 
     Attributes:
         bare: True if a model was named without a training method.
-        batch, length: number of rows in the step, and number of tokens per row, or None if the training's arguments decide.
-        fsdp: version of FSDP (0 for no FSDP), or None if the training's arguments decide.
+        batch, length: number of rows in the step, and number of tokens per row; None if the arguments of the training decide.
+        fsdp: version of FSDP (0 for no FSDP); None if the arguments of the training decide.
         devices: number of devices that train together, or None if the launcher decides.
     """
 
@@ -61,8 +61,8 @@ class StepPlan:
         length: length of a row, or None for the default.
         checkpointing: arguments of `gradient_checkpointing_enable`, or None if gradient checkpointing is off.
         auto: True if the memory of the step decides `checkpointing`.
-        longest: length of the training's longest possible row, or None if no row can be longer than `length`.
-        unforeseen: why a trace cannot show the step's memory, as a clause; "" if it can.
+        longest: length of the longest possible row of the training; None if no row can be longer than `length`.
+        unforeseen: a clause that says why a trace cannot show the memory of the step; "" if it can.
         lora: a `peft.LoraConfig`, or None if every weight is trained.
         fsdp: version of FSDP, or 0 for no FSDP.
         reshard: True if FSDP frees a block's gathered weights after its forward.
@@ -71,19 +71,19 @@ class StepPlan:
         evaluation_length: length of the longest evaluation row, or None if evaluation rows are as long as training rows.
         prompt: length of the prompt at the beginning of every row. Prompt tokens have no loss.
         completion: length of a completion (grpo, rloo).
-        generations: number of batches for which completions are generated together; 0 means all batches of an optimizer
-            step. None if completions are not generated on this device.
+        generations: number of batches for which completions are generated together. 0 means all batches of an optimizer step.
+            None means that completions are not generated on this device.
         reference: True if every step runs the reference model.
         copied: part of the model that the reference model copies (`weights` or `adapters`), or None without a copy.
         packed: True if rows have several documents that are separated by position ids.
         ranges: `measure` to measure value ranges, `known` to use only cached ranges (see `policy_by_ranges`).
         data: description of the data set's rows, or "" if no data set was opened.
-        dropout: True if the training uses dropout (TRL switches dropout off for methods that compare answers).
+        dropout: True if the training uses dropout (TRL turns dropout off for methods that compare answers).
         data_rows: number of rows in the training data, or None for a stream or if no data set was opened.
         unpads: True if the batches consist of rows of `lengths`, and the training may remove their padding.
         lengths, evaluation_lengths: lengths of the training rows and the evaluation rows, or None if they were not counted.
         adapt: parts of the model to train, or None for all parts.
-        check_policy: raises PrecisionError if the arguments contradict the decided policy.
+        check_policy: function that raises PrecisionError if the arguments contradict the decided policy.
     """
 
     source: str
@@ -133,7 +133,7 @@ class Repaired:
     """The result of `isotype check --fix`.
 
     Attributes:
-        fixes: fixes that together resolve the findings.
+        fixes: the fixes that resolve the findings together.
         unresolved: findings that have no fix, each with the reason.
         command: the repaired training command, or None if the checked model came from a function.
     """
@@ -179,11 +179,12 @@ def repaired_command(
     present: bool = True,
     remaining: Callable[[Command], Sequence[tuple[Finding, str]]] | None = None,
 ) -> Repaired:
-    """Apply the fixes to a training command. The result's text also describes fixes for which no argument exists.
+    """Apply the fixes to a training command. The text of the result also describes fixes that no argument expresses.
 
     Args:
         unresolved: findings of the traced step that have no fix, each with the reason.
-        remaining: checks the changed command and returns (finding, why no fix resolves it) pairs. None checks nothing.
+        remaining: function that checks the changed command and returns pairs (finding, why no fix resolves it). None checks
+    nothing.
     """
     repaired, by_hand = command, []
     for fix in fixes:
@@ -203,7 +204,7 @@ def repaired_command(
 
 _ARGUMENTS = {"autocast": "dtype", "compute": "dtype", "optimizer": "optim"}
 _ARGUMENTS |= {name: name for name in ("learning_rate", "master_dtype")}
-"""Kind of a fix's action -> the argument that it changes. An action of the kind `setting` has its target as the key."""
+"""Maps the kind of a fix's action to the argument that the action changes. For an action of the kind `setting`, the key is the target of the action."""
 
 
 def _argument(action: Action) -> str | None:

@@ -41,7 +41,7 @@ from isotype.train.validate import check_policy, check_tokenizer, checked_settin
 
 
 def plan_of_training(options: Options, command: Command) -> StepPlan:
-    """Return the plan of a command's step, with the rows' lengths if data set and tokenizer are on this machine."""
+    """Return the plan of a command's step. It has the lengths of rows if data set and tokenizer are on this machine."""
     settings = checked_settings(command, options.bare)
     if settings.router_aux_loss_coef:
         model = open_model(str(settings.model_name_or_path), settings.model_revision)
@@ -167,7 +167,7 @@ def _with_rows(
 
 
 def _bounded(plan: StepPlan, settings: Settings, rows: Any) -> StepPlan:
-    """Return the plan with the number of rows in a batch, the shortest prompt's length and the longest row's length."""
+    """Return the plan with the number of rows in a batch, and the lengths of the shortest prompt and the longest row."""
     lengths = plan.lengths
     if lengths is not None and len(lengths.tokens) == lengths.rows:
         prompts_count = settings.completion_only_loss is False
@@ -185,7 +185,7 @@ def _bounded(plan: StepPlan, settings: Settings, rows: Any) -> StepPlan:
 
 
 def _at_most(plan: StepPlan, rows: int) -> StepPlan:
-    """Return the plan for a data set of `rows` rows: an optimizer step ends with the epoch."""
+    """Return the plan for a data set of `rows` rows. An optimizer step never includes rows of two epochs."""
     return replace(plan, rows=min(plan.rows, rows), step_rows=min(plan.step_rows, rows))
 
 
@@ -202,7 +202,7 @@ def _longest(
 
 
 _TRIED = 8
-"""Number of rows whose images are encoded. Half of these rows have the most pixels, the other half the most images."""
+"""Number of rows whose images are encoded. Half of these rows have the most pixels, and the other half has the most images."""
 
 
 def pictures_in_rows(processor: Any, rows: Any) -> Pictures | None:
@@ -243,7 +243,7 @@ def _with_data(plan: StepPlan, settings: Settings, options: Options) -> StepPlan
         whole = Path(source).is_dir() and open_checkpoint(source).files is not None
         if whole and device_profile(settings.device).present:
             processing_class(source)  # raises the CheckpointError of the training
-        unknown = "the rows' lengths are unknown: this machine has no tokenizer of the model"
+        unknown = "the rows' lengths are unknown, because this machine has no tokenizer of the model"
         return replace(plan, notes=(*plan.notes, unknown))
     check_tokenizer(settings, source, tokenizer, data)
     settings, data = fitting(settings, tokenizer, data, notes.append)

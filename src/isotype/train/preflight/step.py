@@ -47,17 +47,15 @@ from isotype.train.preflight.synthetic import (
 from isotype.train.rows.lengths import Lengths, fullest_batch, one_a_row
 from isotype.train.run import Choice, NotForeseenError, choose
 
-MIXED = "each document is traced in a separate padded row: in one packed row, documents would attend to each other"
+MIXED = "each document is traced in a separate padded row, because documents in one packed row would attend to each other"
 
-BALANCED = (
-    "all experts are assumed to get equally many tokens: a step with an uneven router can need more memory"
-)
+BALANCED = "all experts are assumed to get equally many tokens, but a step with an uneven router can need more memory"
 
 _TRIAL = 32
 """Tokens in a trial row with two documents. The trace of this row shows whether the documents attend to each other."""
 
 _MXFP4_BYTES = (4 + 8 / 32) / 8
-"""Bytes per MXFP4 value: 4 bits, and an 8-bit scale for 32 values (OCP MX specification 1.0, section 5.2)."""
+"""Bytes per MXFP4 value: 4 bits per value, and an 8-bit scale for 32 values (OCP MX specification 1.0, section 5.2)."""
 
 _PART_OF_ROOM = 0.25
 """If a step without recomputation needs less than this share of the allowed memory, `alternative` returns ""."""
@@ -69,8 +67,8 @@ class PlannedStep:
 
     Attributes:
         ranges: the value ranges that decided the policy, or None if ranges were not measured.
-        by_tokens: True if rows have the lengths of the training's fullest batch; memory is then not linear in the number
-            of rows. False if all rows have the greatest length.
+        by_tokens: True if rows have the lengths of the training's fullest batch. The memory is then not linear in the number of
+            rows. False if all rows have the maximum length.
     """
 
     plan: StepPlan
@@ -118,9 +116,11 @@ class PlannedStep:
 
     @cached_property
     def mixed(self) -> bool:
-        """True if the documents of a packed row would attend to each other. A training then unpacks the documents.
+        """True if the documents of a packed row would attend to each other. In this case, a training unpacks the
+        documents.
 
-        They do not if the trace has an operator that a line of `lines_separating_documents()` calls.
+        The documents do not attend to each other if the trace has an operator that a line of
+        `lines_separating_documents()` calls.
         """
         plan = self.plan
         if not plan.packed:
@@ -168,7 +168,7 @@ class PlannedStep:
         )
 
     def padding(self, length: int) -> Iterator[str]:
-        """Yield a line on the tokens and the padding of the traced batch if it has padding."""
+        """If the traced batch has padding, yield a line on its tokens and its padding."""
         model, _ = self.model(self.plan.checkpointing)
         mask = self._inputs(self.plan.rows, length, self.plan.lengths, model).inputs.get("attention_mask")
         # The row of the greatest length may be in another batch.
@@ -177,7 +177,7 @@ class PlannedStep:
             yield f"the fullest batch has {mask.sum():,} tokens and {(mask == 0).sum():,} of padding"
 
     def _between_steps(self, model: Any, rows: int, tokens: int) -> Any:
-        """Return the `rollout` that generates completions, or `_evaluation(…)` if the device generates none."""
+        """Return the `rollout` that generates completions, or `_evaluation(…)` if this device generates no completions."""
         plan = self.plan
         if plan.generations is None or tokens <= plan.completion:
             return self._evaluation(model, rows, tokens)
@@ -202,12 +202,12 @@ class PlannedStep:
         return self._inputs(rows, length, lengths, model)
 
     def report(self, arguments: Mapping[str, Any] | None, rows: int, tokens: int) -> Report:
-        """Return the report on the step. If `choice` has already traced the step, that trace is used."""
+        """Return the report on the step. If `choice` has already traced the step, the report uses this trace."""
         trace = self._traces.get((repr(arguments), rows, tokens))
         return run(self.request(arguments, rows, tokens), traced=trace)
 
     def alternative(self, choice: Choice) -> str:
-        """Describe the cost of the opposite choice, all layers recomputed or none; "" if most memory is free."""
+        """Describe the cost of the opposite choice (all layers are recomputed, or none); "" if most memory is free."""
         room = self.room.size
         if room is None or self.plan.unforeseen or self._least_bytes > room:
             return ""
@@ -320,7 +320,7 @@ def _fuse(plan: StepPlan, model: Any) -> tuple[str, ...]:
 
 
 def row_length(plan: StepPlan, config: Any) -> int:
-    """Return the number of tokens in a row: as requested, or a default that is at most the model's positions."""
+    """Return the number of tokens in a row: the requested number, or a default that is at most the model's positions."""
     default = PROMPT_TOKENS + plan.completion if plan.completion else DEFAULT_LENGTH
     wanted = plan.length or min(default, positions_of(config) or default)
     # Every traced row gets images, even if the rows of the data are short.
@@ -334,7 +334,7 @@ def positions_of(config: Any) -> int | None:
 
 
 def least_row(plan: StepPlan, config: Any) -> int:
-    """Return the smallest length to which the plan's rows can be cut. Rows with images are not cut."""
+    """Return the smallest length to which the rows of the plan can be cut. Rows with images are not cut."""
     of_data = 0 if plan.lengths is None or plan.pictures in (None, NONE) else plan.lengths.longest
     return max(of_data, least_length(config, plan.pictures))
 
@@ -356,14 +356,14 @@ def _inputs(plan: StepPlan, length: int, model: Any, lengths: Sequence[Sequence[
 
 
 def _attends_by_lengths(plan: StepPlan, model: Any) -> bool:
-    """Return True if the training's attention uses the lengths of packed documents. Rows are then traced unpacked."""
+    """Return True if the attention of the training uses the lengths of packed documents. Rows are then traced unpacked."""
     profile = device_profile(plan.device)
     base = without_peft(model)
     return goes_by_lengths(base) or (plan.fuse and may_go_by_lengths(base, profile))
 
 
 def _dequantized(config: Any, trace: Trace) -> Iterator[str]:
-    """Yield a line about experts that are in MXFP4 in the checkpoint but in a float dtype in the model."""
+    """Yield a line about experts that are in MXFP4 in the checkpoint, but in a float dtype in the model."""
     saved = quantization_of(config)
     if saved is None or not saved.experts:
         return
@@ -381,7 +381,7 @@ def _notes(plan: StepPlan, model: Any) -> tuple[str, ...]:
     if next(outermost(model), None) is not None:
         notes.append(BALANCED)
     if plan.checkpointing is not None and not getattr(model, "supports_gradient_checkpointing", True):
-        notes.append(f"{type(model).__name__} has no gradient checkpointing: all activations are saved")
+        notes.append(f"{type(model).__name__} has no gradient checkpointing, so all activations are saved")
     if METHODS[plan.method].fused_head and device_profile(plan.device).kind in ("cuda", "rocm", "xpu"):
         uncounted = "the memory of its tiles (up to 256 MiB) is not counted"
         notes.append(f"TRL's kernel computes the loss on this device; {uncounted}")

@@ -29,7 +29,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Options, Command]:
         method, tokens, add_arguments=_add_options, model=model, problems_of=_problems, prog="isotype check"
     )
     if "," in str(command["device"]):
-        what, fix = f"--device {command['device']}", "isotype plan takes several devices"
+        what, fix = f"--device {command['device']}", "isotype plan accepts several devices"
         raise UsageError("several devices", [Problem(what, "one device", fix, (("check",), ("plan",)))])
     fsdp, command = without_version(command, ("0", "1", "2"))
     if METHODS[method].loss != "policy":  # a step of such a method has whole groups of completions
@@ -58,7 +58,7 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     problems = count_problems({name: getattr(options, name) for name in counts})
     if options.image is None and options.images > 1:
         what = f"--images {options.images} without --image"
-        fix = "add --image 1024x768, or leave --images out"
+        fix = "add --image 1024x768, or omit --images"
         problems.append(Problem(what, "the size of the images", fix))
     return problems
 
@@ -77,13 +77,15 @@ def function_options(argv: Sequence[str]) -> tuple[Options, str, str | None]:
     if flags := [*unknown, *flags]:
         headline = f"arguments that cannot be combined with {function}"
         expected = "only --device, --devices, --fsdp, --generate and arguments of the output"
-        raise UsageError.of(headline, " ".join(flags), expected, "leave them out: the function decides them")
+        raise UsageError.of(
+            headline, " ".join(flags), expected, "omit them, because the function decides them"
+        )
     device, fsdp = vars(options).pop("device"), vars(options).pop("fsdp")
     return Options(fsdp=None if fsdp is None else int(fsdp), **vars(options)), function, device
 
 
 _USED_MOST: Mapping[str, str] = COMMANDS["check"]["training"]
-"""Help texts of the most used arguments of `isotype sft`. Importing TRL for all help texts would take seconds."""
+"""Help texts of the most used arguments of `isotype sft`. They are copied, because importing TRL for its help texts would take seconds."""
 
 
 def help_parser() -> Parser:
@@ -129,8 +131,8 @@ def with_pictures(plan: StepPlan, options: Options) -> StepPlan:
     raise UsageError.of(
         "the number of tokens in an image is unknown",
         f"--image {shown} for {plan.source}, {'whose processor is not on this machine' if takes else 'which takes only text'}",
-        "the processor in the model's directory" if takes else "a model that takes images",
-        "copy preprocessor_config.json and the tokenizer there" if takes else "leave --image out",
+        "the processor in the model's directory" if takes else "a model that accepts images",
+        "copy preprocessor_config.json and the tokenizer there" if takes else "omit --image",
     )
 
 

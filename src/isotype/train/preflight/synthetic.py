@@ -27,9 +27,9 @@ def synthetic_batch(
 ) -> dict[str, torch.Tensor]:
     """Return a batch for a transformers model, like the batches of TRL's collators.
 
-    Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has
-    `pictures`, by default one image if the config gives an image's number of tokens, else none. Image tokens have no loss.
-    If the adapter has an effect only with certain tokens, these follow the images in each row.
+    Token ids, attention mask and labels are int64 `[rows, length]` (labels of a classifier `[rows]`). Each row has the
+    images `pictures`. By default, a row has one image if the config has an image's number of tokens, else none. Image
+    tokens have no loss. If the adapter has an effect only with certain tokens, these tokens follow the images in each row.
 
     Raises:
         UsageError: the model's input is not token ids, or `length` is too small for the tokens of the images.
@@ -37,7 +37,7 @@ def synthetic_batch(
     base = without_peft(model)
     if getattr(base, "main_input_name", "input_ids") != "input_ids":
         headline, expected = "no batch can be made for this model", "a model whose input is token ids"
-        fix = "give package.module:function, where the function returns (model, inputs)"
+        fix = "pass package.module:function, where the function returns (model, inputs)"
         raise UsageError.of(headline, f"{type(base).__name__} takes {base.main_input_name}", expected, fix)
     ids = torch.full((rows, length), FILL)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -71,7 +71,7 @@ def least_length(config: Any, pictures: Pictures | None = None) -> int:
 
 
 def batch_notes(config: Any, pictures: Pictures | None = None) -> tuple[str, ...]:
-    """Return a note on the images in a synthetic batch, or () for a model that takes no images."""
+    """Return a note on the images in a synthetic batch; () for a model that accepts no images."""
     if getattr(config, "vision_config", None) is None:
         return ()
     if pictures := pictures or by_config(config):
@@ -96,8 +96,8 @@ def step_inputs(
     """Return the inputs of one step of a method, and the function that computes the step's loss.
 
     Args:
-        model: the model, with or without adapters. `isotype.lora.loss.trl_head.put_head` must have replaced the model's
-            forward, except in a reward model.
+        model: the model, with or without adapters. Before this call, `isotype.lora.loss.trl_head.put_head` must have replaced
+            the forward of the model, except for a reward model.
         rows: number of examples in the step (of completions for grpo and rloo).
         prompt: number of tokens without loss at the beginning of an example.
         completion: number of tokens in a completion (grpo, rloo).
@@ -152,14 +152,14 @@ def _label_loss(model: Any, batch: Batch, _completion: int, _reference: bool) ->
 
 
 def _log_probs(model: Any, batch: Batch) -> torch.Tensor:
-    """Return the log-probability of each token (float32 `[rows, length - 1]`), which is 0 for tokens without loss."""
+    """Return the log-probability of each token (float32 `[rows, length - 1]`). Tokens without loss have 0."""
     labels = batch.get("labels", batch["input_ids"])  # the phase `generate` has no labels
     log_probs: torch.Tensor = model(**{**batch, "labels": labels}, fused_lm_head=True).log_probs
     return log_probs
 
 
 def _log_ratios(model: Any, batch: Batch, reference: bool) -> torch.Tensor:
-    """Return each row's log-probability (float32 `[rows]`), minus the reference model's if `reference` is True."""
+    """Return the log-probability of each row (float32 `[rows]`). If `reference` is True, subtract the reference model's."""
     sums = _log_probs(model, batch).sum(-1)
     return sums - _reference_log_probs(model, batch).sum(-1) if reference else sums
 
@@ -205,4 +205,4 @@ LOSSES: Mapping[Loss, Callable[[Any, Batch, int, bool], torch.Tensor]] = {
     "unpaired": _unpaired_loss,
     "policy": _policy_loss,
 }
-"""`Method.loss` -> function of (model, batch, tokens in a completion, reference) that returns the loss."""
+"""Maps `Method.loss` to a function (model, batch, tokens in a completion, reference) that returns the loss."""

@@ -1,9 +1,10 @@
-"""Finds the tokens with loss for `--assistant_only_loss` and conversations with excluded turns, if TRL cannot.
+"""Finds the tokens with loss for `--assistant_only_loss` and for conversations with excluded turns, if TRL cannot
+find them.
 
-TRL finds the assistant's tokens only by `{% generation %}` markers in the chat template, and has templates with markers
-for some models. For other templates, isotype renders the conversation up to each assistant turn twice: without this turn
-and with it. The tokens that only the longer text has are the turn's tokens. For this, later messages must not change how
-the template renders earlier messages.
+TRL finds the tokens of the assistant only by `{% generation %}` markers in the chat template. For some models, TRL has
+templates with markers. For other templates, isotype renders the conversation up to each assistant turn twice: without
+this turn, and with it. The tokens of the turn are the tokens that only the longer text has. This works only if later
+messages do not change how the template renders earlier messages.
 """
 
 import copy
@@ -48,8 +49,8 @@ def renderer(tokenizer: Any, row: Mapping[str, Any], prepare: Callable[[list[Any
 def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
     """Return the text of a conversation, and the spans [start, end) of the assistant's turns, in characters.
 
-    A span begins after the generation prompt, and includes the template's text at the end of the turn. Messages before
-    number `first`, and messages that are excluded from the loss, have no span.
+    A span begins after the generation prompt, and includes the text that the template adds at the end of the turn.
+    Messages before number `first`, and messages that are excluded from the loss, have no span.
 
     Raises:
         ValueError: the template renders the first messages differently if other messages follow.
@@ -60,7 +61,7 @@ def assistant_spans(render: Render, messages: Sequence[Message], first: int = 0)
 
 
 def other_spans(render: Render, messages: Sequence[Message], first: int = 0) -> tuple[str, list[Span]]:
-    """Return a conversation's text and the spans with loss: all text from message `first` on, except excluded turns."""
+    """Return the text of a conversation and the spans with loss: all text from message `first` on, except excluded turns."""
     text = render(messages, False)
     at, spans = 0 if first == 0 else _span(render, messages, first, text)[0], []
     excluded = [n for n in range(first, len(messages)) if left_out(messages[n])]
@@ -98,7 +99,7 @@ def _start(render: Render, messages: Sequence[Message], at: int, text: str) -> i
 
 
 def _after_first_prompt(render: Render, text: str) -> int:
-    """Return the end of the first generation prompt in `text`, where an assistant's first message begins."""
+    """Return the end of the first generation prompt in `text`. The assistant's first message begins there."""
     probe = [{"role": "user", "content": "a"}]
     bare, prompt = render(probe, False), render(probe, True)
     opening = prompt.removeprefix(bare) if prompt.startswith(bare) else ""
@@ -108,15 +109,15 @@ def _after_first_prompt(render: Render, text: str) -> int:
 
 
 _MARKED = "a template with {% generation %} and {% endgeneration %} around the assistant's text"
-_FIX = "--chat_template_path FILE.jinja with such a template, or leave --assistant_only_loss out"
+_FIX = "--chat_template_path FILE.jinja with such a template, or omit --assistant_only_loss"
 
 
 def labelled_rows(
     settings: Settings, tokenizer: Any, data: Any, say: Callable[[str], object], limit: int | None = None
 ) -> Any:
-    """Convert all splits to `input_ids` and `labels` if TRL cannot find the tokens with loss; else return `data`.
+    """If TRL cannot find the tokens with loss, convert all splits to `input_ids` and `labels`; else return `data`.
 
-    TRL needs a chat template with markers, and ignores keys of a message that exclude the message from the loss.
+    TRL needs a chat template with markers. It ignores keys of a message that exclude the message from the loss.
 
     Args:
         say: prints a line about excluded turns.
@@ -147,7 +148,7 @@ def labelled_rows(
     if templated is None:
         what = f"turns excluded from the loss, and --chat_template_path {settings.chat_template_path}, which adds tokens"
         expected = "a template without new tokens"
-        raise UsageError.of("the turns cannot be found", what, expected, "leave one of them out")
+        raise UsageError.of("the turns cannot be found", what, expected, "omit one of them")
     label = partial(labelled_row, tokenizer=templated, whole=whole, only=only, source=settings.data_name)
     labelled = {}
     for name, rows in data.items():
@@ -161,7 +162,7 @@ def labelled_rows(
 
 
 def _count_left_out(rows: Any, names: Sequence[str]) -> int:
-    """Count the turns in the columns `names` that are excluded from the loss; in a stream, in its first 1000 rows."""
+    """Count the turns in the columns `names` that are excluded from the loss. In a stream, count only in the first 1000 rows."""
     features = getattr(rows, "features", None)
     if features is not None:
         names = lists_in(features, names, lambda message: not message.keys().isdisjoint(MARKS))
@@ -171,7 +172,7 @@ def _count_left_out(rows: Any, names: Sequence[str]) -> int:
 
 
 def lists_in(features: Mapping[str, Any], names: Collection[str], wanted: Callable[[Any], bool]) -> list[str]:
-    """Return the columns in `names` that have lists whose items satisfy `wanted` or have an unknown type."""
+    """Return the columns in `names` that contain lists whose items satisfy `wanted` or have an unknown type."""
     items = {name: getattr(features[name], "feature", None) for name in features if name in names}
     lists = {name: item for name, item in items.items() if item is not None}
     return [name for name, item in lists.items() if not isinstance(item, Mapping) or wanted(item)]
@@ -182,15 +183,15 @@ def _check_rows(columns: Mapping[str, Any]) -> None:
     if isinstance(chat, list):
         return
     what = f"--assistant_only_loss with the columns {', '.join(map(repr, columns))}, which have no messages"
-    fix = "leave --assistant_only_loss out"
+    fix = "omit --assistant_only_loss"
     if "completion" in columns:
-        fix += " (by default only the completion has loss), or add --apply_chat_template True"
+        fix += " (by default, only the completion has loss), or add --apply_chat_template True"
     expected = "conversations: 'messages', or 'prompt' and 'completion' as lists of messages"
     raise UsageError.of("the assistant's tokens cannot be found in this data", what, expected, fix)
 
 
 def _with_template(tokenizer: Any, path: str | None) -> Any:
-    """Return the tokenizer with the template from `path`, or None if TRL then finds the assistant's tokens itself."""
+    """Return the tokenizer with the template from `path`, or None if TRL then finds the tokens of the assistant itself."""
     if path is None:
         return tokenizer
     templated = copy.deepcopy(tokenizer)
@@ -238,8 +239,8 @@ def labelled_row(
         only: True if only the assistant's turns have loss.
 
     Raises:
-        DataError: no token has loss, the template refuses the conversation, or it renders the first turns differently if
-            other turns follow.
+        DataError: no token has loss, the template refuses the conversation, or it renders the first turns differently if other
+            turns follow.
     """
     from trl import prepare_multimodal_messages
 
@@ -271,5 +272,5 @@ def labelled_row(
 _SAME_BEGINNING = "a chat template whose text of the first turns does not depend on later turns"
 _ROW_FIX = (
     "--chat_template_path FILE.jinja with {% generation %} and {% endgeneration %} around the assistant's text; or rows of "
-    "'prompt' and 'completion', in which only the completion has loss; or leave --assistant_only_loss out"
+    "'prompt' and 'completion', in which only the completion has loss; or omit --assistant_only_loss"
 )

@@ -1,11 +1,11 @@
-"""Collators that replace those of TRL, for packed rows and for rows with images.
+"""Collators that replace TRL's collators, for packed rows and for rows with images.
 
-TRL (1.16) joins the rows of a batch into one row for attention that uses the lengths of documents. For attention with a
+If attention uses the lengths of documents, TRL (1.16) joins the rows of a batch into one row. If attention uses a
 mask, isotype does not join rows, because the mask of a joined row needs memory for every pair of tokens in the batch.
 
-TRL's collator for images includes image tokens in the loss, and finds the assistant's tokens only if the chat template
-has markers. `Pictured` takes the positions of images from the processor, and the positions of the assistant's text from
-`isotype.train.rows.assistant`. Rows are not cut, because an image needs all of its tokens.
+TRL's collator for images includes image tokens in the loss. It finds the tokens of the assistant only if the chat
+template has markers. `Pictured` gets the positions of images from the processor, and the positions of the assistant's
+text from `isotype.train.rows.assistant`. `Pictured` does not cut rows, because the model needs all tokens of an image.
 """
 
 import re
@@ -41,7 +41,7 @@ class Rows:
     """Collator for packed examples that does not join the rows of the batch.
 
     Attributes:
-        packed: True if all documents in an example share one row, False if each document has its own row.
+        packed: True if all documents in an example share one row; False if each document has its own row.
     """
 
     padded: Any
@@ -67,7 +67,7 @@ def _documents(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def keep_rows(trainer: Any) -> str | None:
-    """Replace the collator of a trainer that joins rows although its attention needs a mask. Return a note, or None."""
+    """If a trainer joins rows although its attention needs a mask, replace its collator. Return a note about this, or None."""
     collator = trainer.data_collator
     if not getattr(collator, "padding_free", False):
         return None
@@ -88,7 +88,7 @@ def keep_rows(trainer: Any) -> str | None:
 
 
 def seen_as_joined(trainer: Any, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Return a context in which hooks on embeddings get a batch as one row. NEFTune scales noise by a row's length."""
+    """Return a context in which hooks on embeddings get a batch as one row, because NEFTune scales noise by a row's length."""
     if not isinstance(trainer.data_collator, Rows):
         return nullcontext()
     return hooks_see_one_row(trainer.accelerator.unwrap_model(trainer.model), batch["attention_mask"])
@@ -127,7 +127,7 @@ class Pictured:
         only: True if only the assistant's turns have loss (`--assistant_only_loss`).
         whole: True if prompts also have loss (`--completion_only_loss False`).
         multiple: rows are padded to a multiple of this length (`--pad_to_multiple_of`).
-        always: True if batches without images get another row, with an image but without labels. A sharded model needs
+        always: True if batches without images get an additional row, which has an image but no labels. A sharded model needs
             this row, because all processes must gather the weights of the vision tower in every step.
     """
 
@@ -141,8 +141,8 @@ class Pictured:
         """Return ids, mask and labels (int64 `[rows, tokens]`, padded on the right) and the images of a batch.
 
         Raises:
-            TemplateError: the chat template refuses a row.
-            ValueError: the processor refuses a row, or the template renders a conversation's first turns differently if
+            TemplateError: the chat template raises an error for a row.
+            ValueError: the processor refuses a row, or the template renders the first turns of a conversation differently if
                 other turns follow.
         """
         written = [self.written(row) for row in rows]
@@ -172,7 +172,7 @@ class Pictured:
         return Written(text, [(0, len(text))], pictures)
 
     def encoded(self, rows: Sequence[Written]) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the processor's outputs and each token's kind (int64 `[rows, tokens]`). Image n has kind `PICTURE` + n."""
+        """Return the processor's outputs and each token's kind (int64 `[rows, tokens]`). Tokens of image n have kind `PICTURE` + n."""
         images = [list(row.pictures) for row in rows]
         with replaced_parts(self.processor) as replaced:
             batch = dict(
@@ -193,7 +193,7 @@ class Pictured:
             called = "that calls `__call__` of transformers' `ProcessorMixin`"
             headline = "the tokens of images cannot be found"
             expected = f"a processor with a fast tokenizer {called}"
-            raise UsageError.of(headline, what, expected, "give a model with such a processor")
+            raise UsageError.of(headline, what, expected, "use a model with such a processor")
         kinds = torch.full_like(batch["input_ids"], GIVEN)
         around = torch.isin(batch["input_ids"], torch.tensor(sorted(self._image_ids), dtype=torch.long))
         for at, (written, replacements) in enumerate(zip(rows, replaced or [[]] * len(rows), strict=True)):
@@ -225,7 +225,7 @@ class Pictured:
         return frozenset(at for at, content in special if _OF_PICTURES.search(content))
 
     def stretches(self, row: Mapping[str, Any]) -> list[tuple[bool, str]]:
-        """Split a row into consecutive parts (has loss, text). An image is shown as its size and number of tokens."""
+        """Split a row into consecutive parts (True if the part has loss, text). An image is shown as its size and its number of tokens."""
         written = self.written(row)
         batch, kinds = self.encoded([written])
         ids = batch["input_ids"][0].tolist()
@@ -266,7 +266,7 @@ class Pictured:
         return {}
 
     def _replacement(self, size: tuple[int, int] | Problem) -> tuple[str, str]:
-        """Return the template's placeholder for an image, and the text that replaces it for an image of this size."""
+        """Return the template's placeholder for an image, and the text that replaces the placeholder for an image of this size."""
         if isinstance(size, Problem):
             raise ValueError(size.given)
         if size not in self._replacements:
@@ -299,13 +299,15 @@ def exclude_pictures_from_loss(trainer: Any, training: Any) -> None:
         empty = next((at for at, row in enumerate(pictures) if not pictures_in(row)), None)
         if empty is not None:
             what = f"row {empty + 1} has no image, but others have one"
-            expected = "an image in every pair: all processes of a sharded model must run its vision tower"
-            problem = Problem(what, expected, "leave such rows out, or train without --fsdp")
+            expected = (
+                "an image in every pair, because all processes of a sharded model must run its vision tower"
+            )
+            problem = Problem(what, expected, "remove such rows, or train without --fsdp")
             raise data_error("preference pairs with and without images", [problem])
 
 
 def answers_in(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of a row's answer columns, or `completion` if there are none."""
+    """Return the names of the answer columns in a row, or `completion` if there are none."""
     names = ("completion", "chosen", "rejected")
     return [name for name in names if row.get(name) is not None] or ["completion"]
 
@@ -323,7 +325,7 @@ def _turns(messages: Sequence[Mapping[str, Any]], pictures: int) -> list[Any]:
 
 
 def _moved_spans(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
-    """Return (spans with loss, spans of images) in the text after image tokens have replaced placeholders."""
+    """Return (spans with loss, spans of images) in the text whose placeholders were replaced by image tokens."""
     ends = [place["span"][1] for place in replaced]
     gains = [0, *(place["new_span"][1] - place["span"][1] for place in replaced)]
     spans = [
@@ -334,5 +336,5 @@ def _moved_spans(row: Written, replaced: Sequence[Mapping[str, Any]]) -> tuple[l
 
 
 def _overlaps(places: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return bool `[tokens]`, True for tokens with a character in `span`. `places` (`[tokens, 2]`) has the tokens' spans."""
+    """Return bool `[tokens]`: True for each token with a character in `span`. `places` (`[tokens, 2]`) has the tokens' spans."""
     return (places[:, 0] < span[1]) & (places[:, 1] > span[0])

@@ -37,9 +37,10 @@ _TRIED = 64
 def training_data(
     settings: Settings, say: Callable[[str], object], *, evaluates: bool | None = None
 ) -> DatasetDict | IterableDatasetDict:
-    """Read the data. With `--eval_split`, move a part of the training rows to the test split.
+    """Read the data. Return the rows of the training. With `--eval_split`, a part of the training rows becomes the
+    test split.
 
-    A test split is required if `evaluates` (by default: evaluation is on) is True.
+    If `evaluates` is True, a test split is required. The default of `evaluates` is True if evaluation is on.
     """
     evaluates = settings.eval_strategy != "no" if evaluates is None else evaluates
     data = load_training_data(
@@ -62,7 +63,7 @@ def training_data(
 def training_data_here(
     settings: Settings, say: Callable[[str], object]
 ) -> DatasetDict | IterableDatasetDict | None:
-    """Return `training_data` if the data is on this machine, None if it is on the hub or if no data is named."""
+    """Return `training_data` if the data is on this machine; None if the data is on the hub or no data is named."""
     if settings.datasets:
         local = all(not e.data_files and not e.data_dir and find_local(e.path) for e in settings.datasets)
     else:
@@ -138,7 +139,7 @@ def _text(content: Any) -> Any:
 
 
 def check_pictures(settings: Settings, tokenizer: Any, data: Any) -> None:
-    """Raise DataError if the model takes no images but the rows have some, or if the processor refuses a sampled row."""
+    """Raise DataError if the rows have images, but the model accepts none, or if the processor refuses a sampled row."""
     problems = [p for name, rows in data.items() for p in _problems(settings, tokenizer, name, rows)]
     if problems:
         raise data_error(settings.data_name, problems)
@@ -149,9 +150,11 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
     if not columns or not settings.method.takes_pictures:
         return
     if not hasattr(tokenizer, "tokenizer"):
-        what = f"{split}: images in the column {listed(map(repr, columns))}, and a model that takes only text"
+        what = (
+            f"{split}: images in the column {listed(map(repr, columns))}, and a model that accepts only text"
+        )
         expected = "a model with an image processor"
-        yield Problem(what, expected, "give such a model, or leave the column out")
+        yield Problem(what, expected, "use such a model, or omit the column")
         return
     if not hasattr(rows, "__len__"):
         return
@@ -160,7 +163,7 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
         try:
             batch, _ = collator.encoded([collator.written(rows[at], name) for name in answers_in(rows[at])])
         except (TemplateError, OSError, *ERRORS) as error:
-            expected = "turns and images that the model's processor takes"
+            expected = "turns and images that the processor of the model accepts"
             yield Problem(f"{split}, row {at + 1}: {one_line(error)}", expected, "correct the row")
             continue
         if settings.method.loss == "policy":
@@ -179,7 +182,7 @@ def fitting(
 ) -> tuple[Settings, Any]:
     """Apply `plain_contents`. If rows have images, drop rows of more than `max_length` tokens.
 
-    Return (settings, data). Rows with images are not cut, so the settings then have no `max_length`.
+    Return (settings, data). The settings then have no `max_length`, because rows with images are not cut.
 
     Raises:
         DataError: rows with images are longer than `max_length`, and `--excess_length_strategy` is not `drop`.
@@ -192,12 +195,12 @@ def fitting(
     for name in ("packing", "padding_free"):
         if settings.value(name):
             what = f"--{name} True, and images in the column {columns[0]!r}"
-            expected, fix = "a separate row of the batch for each example", f"leave --{name} out"
+            expected, fix = "a separate row of the batch for each example", f"omit --{name}"
             raise UsageError.of("rows with images are not joined", what, expected, fix)
     if settings.value("train_sampling_strategy") == "group_by_length":
         what = f"--train_sampling_strategy group_by_length, and images in the column {columns[0]!r}"
-        expected = "rows of text: the trainer counts the tokens of a row before its images are read"
-        raise UsageError.of("rows with images cannot be grouped by length", what, expected, "leave it out")
+        expected = "rows of text, because the trainer counts the tokens of a row before the images of the row are read"
+        raise UsageError.of("rows with images cannot be grouped by length", what, expected, "omit it")
     limit = settings.command.given("max_length")
     fitting_rows = {}
     problems: list[Problem] = []
@@ -230,7 +233,7 @@ def _longer(collator: Pictured, rows: Any, limit: int) -> Iterator[tuple[int, in
 
 @contextmanager
 def pictures_named(trainer: Any) -> Iterator[None]:
-    """If a trainer cannot decode an image, raise DataError with the number of the image's row."""
+    """If a trainer cannot decode an image, raise DataError with the number of the row that contains the image."""
     try:
         yield
     except (OSError, SyntaxError) as error:
@@ -248,7 +251,7 @@ def pictures_named(trainer: Any) -> Iterator[None]:
 
 
 def dropped_examples(settings: Settings, rows: Sequence[Any] | Any, prepared: Any) -> str | None:
-    """Describe the rows that the trainer dropped because of `max_length`, or return None if it dropped no row.
+    """Describe the rows that the trainer dropped because of `max_length`; None if the trainer dropped no row.
 
     Raises:
         DataError: all rows were dropped.

@@ -1,4 +1,4 @@
-"""Counts the tokens in a data set's rows, and in rows that are cut to `max_length` or packed."""
+"""Counts the tokens in the rows of a data set, and in rows that are cut to `max_length` or packed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 UNBOUNDED = "the length of rows is not limited (--max_length limits it)"
 
 COUNTED_ROWS = 2000
-"""Largest number of rows that are tokenized. In a larger data set, only every n-th row is tokenized."""
+"""Maximum number of rows that are tokenized. In a larger data set, only every n-th row is tokenized."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Lengths:
     """Numbers of tokens in the rows of a data set.
 
     Attributes:
-        tokens: number of tokens in each tokenized row. A preference pair counts with its longer answer.
+        tokens: number of tokens in each tokenized row. For a preference pair, this is the number with its longer answer.
         rows: number of rows in the data set.
         doubled: number of tokenized rows that begin with two beginning-of-text tokens.
         prompt: number of tokens in the shortest prompt. Prompts have no loss.
@@ -54,14 +54,14 @@ class Lengths:
         return max(self.tokens)
 
     def begun_twice(self) -> str | None:
-        """Return a note on rows that begin with two beginning-of-text tokens, or None if there are no such rows."""
+        """Return a note on rows that begin with two beginning-of-text tokens; None without such rows."""
         if not self.doubled:
             return None
         rows = f"{self.doubled:,} of {len(self.tokens):,} rows"
-        return f"{rows} begin with the beginning-of-text token, which the tokenizer adds again; remove it from the rows"
+        return f"{rows} begin with the beginning-of-text token, but the tokenizer adds this token again; remove it from the rows"
 
     def cut(self, limit: int | None, whole: bool = False) -> str | None:
-        """Describe the rows of more than `limit` tokens, which are cut, or left out if `whole` is True; else None."""
+        """Describe the rows of more than `limit` tokens. They are cut, or omitted if `whole` is True. Return None without such rows."""
         over = [length - limit for length in self.tokens if limit is not None and length > limit]
         if not over:
             return None
@@ -74,7 +74,7 @@ class Lengths:
 
 
 def sampled(rows: Any) -> range:
-    """Return the indices of the rows to tokenize or decode: all, or a sample of a large data set."""
+    """Return the indices of the rows to tokenize or decode: all rows, or a sample of a large data set."""
     return range(0, len(rows), max(1, -(-len(rows) // COUNTED_ROWS)))
 
 
@@ -90,10 +90,11 @@ def _reader(settings: Settings, tokenizer: Any) -> RowTokens:
 
 
 def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
-    """Return a note if AdaLoRA is trained further (its ranks stay the same), or if rows lack tokens of the adapter.
+    """Return a note if AdaLoRA is trained further (its ranks then stay the same), or if rows lack tokens of the
+    adapter.
 
     Raises:
-        DataError: no row has the tokens that the adapter needs to have an effect.
+        DataError: no row has the tokens without which the adapter has no effect.
     """
     config = None if settings.start is None else settings.start.config
     if config is not None and kind_of_adapter(config) == "ADALORA":
@@ -122,9 +123,9 @@ def adapter_notes(settings: Settings, tokenizer: Any, rows: Any) -> list[str]:
 
 def refused_row(source: str, at: int, error: TemplateError) -> DataError:
     place = f"{source}, row {at + 1}" if source else f"row {at + 1}"
-    row, expected = f"{place}: {one_line(error)}", "turns that the template can render"
-    fix = "change the row, or give another template with --chat_template_path"
-    return DataError.of("the model's chat template refuses a row", row, expected, fix)
+    row, expected = f"{place}: {one_line(error)}", "turns that the chat template can render"
+    fix = "change the row, or use another template with --chat_template_path"
+    return DataError.of("the model's chat template raises an error for a row", row, expected, fix)
 
 
 def longest_possible(
@@ -133,10 +134,10 @@ def longest_possible(
     """Return (tokens in the longest possible training row, ""), or (None, reason) if the length has no limit.
 
     Args:
-        limit: largest number of tokens in a row (longer rows are cut), or None if rows are not cut.
+        limit: maximum number of tokens in a row (longer rows are cut); None if rows are not cut.
         packed: True if short rows are joined up to `limit`.
         completion: number of tokens in the completion that follows each row.
-        pictured: True if the rows have images. Without a `limit`, the longest of the sampled rows is used.
+        pictured: True if the rows have images. Without `limit`, the result is the length of the longest sampled row.
     """
     whole = lengths is not None and (len(lengths.tokens) == lengths.rows or (pictured and limit is None))
     if lengths is None or packed or not whole:
@@ -147,7 +148,7 @@ def longest_possible(
 
 
 def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] | None:
-    """Return the document lengths in each row that TRL packs (best-fit decreasing), or None if a length is unknown."""
+    """Return the document lengths in each row that TRL packs (best-fit decreasing); None if a length is unknown."""
     if lengths is None or limit is None or len(lengths.tokens) < lengths.rows:
         return None
     room: list[tuple[int, int]] = []  # (free tokens of a row, its number), ascending
@@ -166,7 +167,8 @@ def packed_rows(lengths: Lengths | None, limit: int | None) -> list[list[int]] |
 def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
     """Return the expected number of tokens in the longest row of a batch of `rows` rows, drawn without replacement.
 
-    There are C(n, r) draws of r rows out of n. In C(k - 1, r - 1) draws, the longest is row k (by length).
+    There are C(n, r) draws of r rows out of n. In C(k - 1, r - 1) of these draws, the longest row is row k (by
+    length).
     """
     ordered, count = sorted(tokens), len(tokens)
     rows = min(rows, count)
@@ -179,16 +181,17 @@ def longest_of_batches(tokens: Sequence[int], rows: int) -> float:
 
 
 def padding_share(tokens: Sequence[int], rows: int) -> float:
-    """Return the expected share of padding in batches of `rows` rows that are padded to the batch's longest row."""
+    """Return the expected share of padding in batches of `rows` rows. Rows are padded to the longest row of their batch."""
     share = 1 - sum(tokens) / len(tokens) / longest_of_batches(tokens, rows)
     return max(0.0, share)  # rounding may give a negative number
 
 
 def fullest_batch(lengths: Lengths | None, limit: int, rows: int) -> list[tuple[int, ...]]:
-    """Return the fullest batch of a run that removes padding: for each row, the lengths of its answers.
+    """Return the fullest batch of a run that removes padding. The result has the lengths of the answers of each row.
 
-    A batch with little padding (`LEAST_PADDING`) keeps it. If such a batch, with its padding, is larger than the batch with
-    the most tokens, rows of the latter are lengthened to the same size. The result is [] if a length is unknown.
+    If a batch has little padding (`LEAST_PADDING`), its padding is not removed. If such a batch with its padding is
+    larger than the batch with the most tokens, the rows of the latter are lengthened to the same size. The result is []
+    if a length is unknown.
 
     Args:
         limit: largest number of tokens in a row. Longer rows are cut.
@@ -215,7 +218,7 @@ def fullest_batch(lengths: Lengths | None, limit: int, rows: int) -> list[tuple[
 
 
 def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]:
-    """Return (rows, length) of the largest padded batch if each document of `rows` packed rows becomes a row."""
+    """Return (rows, length) of the largest padded batch if each document of `rows` packed rows becomes a separate row."""
     largest: tuple[int, int] = (0, 0)
     # Rows are visited in the order of their longest document. The largest batch with a row as its longest consists of this
     # row and the earlier rows with the most documents.
@@ -230,7 +233,7 @@ def one_a_row(lengths: Lengths | None, limit: int, rows: int) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class RowTokens:
-    """Tokenizes rows as the trainer of `method` does. SFT reads texts from `text_field`. Messages name the data `source`."""
+    """Tokenizes rows as the trainer of `method` does. SFT reads texts from `text_field`. Messages to the user call the data `source`."""
 
     method: str
     processor: Any
@@ -245,7 +248,7 @@ class RowTokens:
         """Return the lengths of a sample of the rows (of all rows if `every` is True), or None if they are unknown.
 
         Lengths are unknown for a stream, and for images without a processor. With `only_assistant`, the prompt of a
-        conversation ends before the first turn of the assistant that has loss.
+        conversation ends before the assistant's first turn with loss.
         """
         if not hasattr(rows, "__len__") or not len(rows):
             return None
@@ -268,12 +271,12 @@ class RowTokens:
         return Lengths(tuple(map(max, tokens)), len(rows), doubled, min(prompts), tuple(tokens))
 
     def ids(self, row: Mapping[str, Any], ends: bool = False) -> list[Sequence[int]]:
-        """Return the token ids of each answer of a row, with its prompt and, with `ends`, the trainer's end token."""
+        """Return the token ids of each answer of a row, with the prompt before. If `ends` is True, the trainer's end token follows."""
         stored = [row[n] for n in ("input_ids", "chosen_ids", "rejected_ids") if row.get(n) is not None]
         return stored or [self._ids(*parts, row.get("tools"), ends) for parts in self._parts(row)]
 
     def prompt(self, row: Mapping[str, Any], only_assistant: bool) -> int:
-        """Return the number of tokens in a row's prompt; 0 without a prompt, and if the model generates the answers."""
+        """Return the number of tokens in the prompt of a row. It is 0 without a prompt, and if the model generates the answers."""
         if "input_ids" in row or METHODS[self.method].loss == "policy":
             return 0
         prompt = row.get("prompt") or _common_beginning(row)
@@ -286,7 +289,7 @@ class RowTokens:
         return len(ids)
 
     def _begins_twice(self, row: Mapping[str, Any]) -> bool:
-        """Return True if the row's text begins with the beginning-of-text token, which the tokenizer adds again."""
+        """Return True if the text of the row begins with the beginning-of-text token, which the tokenizer adds again."""
         text, bos = row.get("prompt", row.get(self.text_field)), getattr(self.tokenizer, "bos_token", None)
         begins = bos and isinstance(text, str) and text.startswith(bos) and row.get("input_ids") is None
         return bool(begins and self.tokenizer(bos)["input_ids"][:2] == [self.tokenizer.bos_token_id] * 2)
@@ -315,7 +318,7 @@ class RowTokens:
 
 
 def _common_beginning(row: Mapping[str, Any]) -> Any:
-    """Return the common beginning of a pair's answers, which TRL takes as the prompt. No answer becomes empty."""
+    """Return the common beginning of a pair's answers, which TRL uses as the prompt. No answer becomes empty."""
     chosen, rejected = row.get("chosen") or [], row.get("rejected") or []
     alike = max(0, min(alike_at_start(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
     return chosen[: alike - (chosen[alike - 1 : alike] == " ")]

@@ -1,4 +1,4 @@
-"""Reads rows for measurements from a data set (`isotype quality`) or from an adapter's training (`isotype merge`)."""
+"""Reads rows for measurements from a data set (`isotype quality`), or from the training of an adapter (`isotype merge`)."""
 
 import math
 import shlex
@@ -29,20 +29,21 @@ from isotype.train.rows.data import training_data
 from isotype.train.rows.lengths import RowTokens, refused_row
 
 _LENGTH = 128
-"""Largest number of tokens in a row. Many short rows represent a data set better than a few long rows."""
+"""Maximum number of tokens in a row. Many short rows represent a data set better than a few long rows."""
 
 
 def batch_of_data(model: str, name: str, tokens: int, revision: str | None = None) -> dict[str, torch.Tensor]:
     """Return about `tokens` tokens from rows spread over a data set, as an int64 batch `[rows, length]` padded on the right.
 
-    The model's tokenizer and chat template are used. A row is cut to 128 tokens, or fewer if the model has fewer positions.
+    The model's tokenizer and chat template are used. A row is cut to 128 tokens, or to fewer tokens if the model has fewer
+    positions.
     """
     from trl import ScriptArguments
 
     _, tokenizer = tokenizer_here(model, revision)
     if tokenizer is None:
         what, expected = f"{model} without a tokenizer on this machine", "the tokenizer of the model"
-        fix = "download the model first, or leave --data out"
+        fix = "download the model first, or omit --data"
         raise CheckpointError.of("no tokenizer for the data", what, expected, fix)
     reader = RowTokens("sft", tokenizer)
     length = min(_LENGTH, positions(blank_model(open_model(model, revision).model_config)) or _LENGTH)
@@ -62,7 +63,7 @@ def batch_of_data(model: str, name: str, tokens: int, revision: str | None = Non
 
 
 def spread(count: int) -> Iterator[int]:
-    """Yield each number below `count` once. The first few numbers are already spread over the range."""
+    """Yield each number below `count` once. Even the first few numbers are spread over the whole range."""
     strides = range(max(1, round(count * 0.618)), count + 2)
     stride = next(number for number in strides if math.gcd(number, count) == 1)
     return (turn * stride % count for turn in range(count))
@@ -72,10 +73,11 @@ _MOST = 64
 
 
 def rows_of_training(adapter: Path) -> tuple[Rows | None, str | None]:
-    """Return the held-back or training rows of an adapter's run as (rows, None); (None, reason) if they cannot be read.
+    """Return the held-out or training rows of an adapter's run as (rows, None), or (None, reason) if they cannot be
+    read.
 
     `adapter` is the adapter's folder, or a checkpoint in this folder. Without a run report, return (None, None). If a
-    checkpoint records the date of the run, chat templates insert this date.
+    checkpoint records the date of the run, chat templates use this date.
     """
     folder = next((path for path in (adapter, adapter.parent) if (path / JSON_NAME).is_file()), None)
     if folder is None:
