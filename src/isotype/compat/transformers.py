@@ -293,10 +293,10 @@ def has_fp8_layers(model: nn.Module) -> bool:
 
 @contextmanager
 def fp8_kernels_replaced(runs: bool) -> Iterator[None]:
-    """In the `with` block, products with results of the same shapes replace FP8 kernels if the device `runs` them.
+    """In the `with` block, ordinary matrix products replace FP8 kernels if the device `runs` FP8 kernels.
 
-    FP8 kernels read memory, which fake tensors do not have. The products have no backward, like the FP8 layers of
-    transformers 5.20. For older GPUs, transformers dequantizes the weights while loading.
+    FP8 kernels read memory, which fake tensors do not have. The FP8 layers of transformers 5.20 have no backward, and
+    neither have these products. For older GPUs, transformers dequantizes the weights while loading.
     """
     layers = sys.modules.get(_FP8)
     with Replacements() as replacements:

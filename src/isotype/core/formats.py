@@ -75,7 +75,7 @@ class Method:
     Attributes:
         name: `quant_method` in config.json.
         dequantized: True if loading dequantizes the weights.
-        in_memory: True if the weights of a model that is already in memory are also dequantized.
+        in_memory: True if weights can also be dequantized after the load.
     """
 
     name: str

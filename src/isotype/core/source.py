@@ -37,7 +37,7 @@ def is_library(filename: str) -> bool:
 def asking_frame() -> FrameType | None:
     """Return the innermost frame outside of torch and this package. This frame called the current operator.
 
-    Return None if a check called the operator, and no frame of a model or a script is in between.
+    Return None if a check called the operator itself, without code of a model or a script.
     """
     frame: FrameType | None = frame_above(2)
     while frame is not None and is_library(frame.f_code.co_filename):

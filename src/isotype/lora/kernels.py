@@ -240,7 +240,7 @@ def float32_reductions() -> Iterator[None]:
 
 
 def _allowed(matmul: Any, name: str) -> bool | tuple[bool, bool]:
-    """Return True or False for reduced precision, and for split-k: whether it is allowed. torch 2.10 has only the first setting."""
+    """Return whether torch allows reduced precision, and whether it allows split-k. torch 2.10 has no setting for split-k."""
     reduced = bool(getattr(matmul, name))
     try:
         return reduced, bool(getattr(matmul, f"{name}_split_k"))

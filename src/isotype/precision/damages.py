@@ -211,7 +211,7 @@ def as_decided(request: PrecisionRequest, policy: PrecisionPolicy) -> PrecisionR
 
 
 def with_constants_of(policy: PrecisionPolicy, saved: PrecisionPolicy | None) -> PrecisionPolicy:
-    """Return `policy` with the moments of `saved` if both have the same layer formats. A resumed run then keeps its constants."""
+    """Return `policy` with the constants of `saved` if both have the same layer formats, so that a resumed run keeps them."""
     if saved is None or policy.layer_formats != saved.layer_formats:
         return policy
     return replace(policy, layers=saved.layers)

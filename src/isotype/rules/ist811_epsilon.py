@@ -68,7 +68,7 @@ def find(trace: Trace) -> Findings:
 
 
 def _lost(call: Call) -> float:
-    """Return the epsilon or the clamp's bound that a call's dtype rounds to a whole number; 0.0 for other calls."""
+    """Return the epsilon of a norm, or the bound of a clamp, that becomes a whole number in the call's dtype; else 0.0."""
     if TRANSFORMERS in call.source or not call.results or call.results[0][0] not in HALVES:
         return 0.0
     numbers, dtype, name = dict(call.numbers), call.results[0][0], op_name(call)

@@ -259,7 +259,7 @@ def check_module_names(model: Any, config: Any) -> None:
 
 
 def _check_saved_experts(model: Any, config: Any) -> None:
-    """Raise UsageError if experts are in `modules_to_save` and also get adapters; PEFT raises TypeError."""
+    """Raise UsageError if experts are in `modules_to_save` and also get adapters, for which PEFT raises TypeError."""
     saved = [*(getattr(config, "modules_to_save", None) or ())]
     stacks = [f"{path}.{leaf}" for path, _, leaf in stacked_weights(model)]
     targets = getattr(config, "target_parameters", None) or ()

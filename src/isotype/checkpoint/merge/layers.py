@@ -75,7 +75,10 @@ class Rounding:
     def rounded(
         self, tensors: Mapping[str, torch.Tensor], changed: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Round tensors to their stored dtypes (those in `changed` by `unbiased`). Raise PrecisionError on overflow."""
+        """Round each tensor to the dtype of its file. Round tensors in `changed` stochastically.
+
+        Raise PrecisionError on overflow.
+        """
         result, problems = {}, []
         for name, value in tensors.items():
             dtype = self.dtype(name)

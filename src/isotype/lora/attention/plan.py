@@ -54,7 +54,7 @@ class Plan:
 
     @cached_property
     def _sizes(self) -> list[tuple[int, int]]:
-        """(number of queries in all rows of the batch, number of keys) of each block."""
+        """For each block: (number of its queries, summed over the batch; number of its keys)."""
         spans = ((block.batch, block.rows, block.keys) for block in self.blocks)
         return [((b[1] - b[0]) * (rows[1] - rows[0]), keys[1] - keys[0]) for b, rows, keys in spans]
 

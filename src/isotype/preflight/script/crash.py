@@ -384,7 +384,7 @@ def _result(method: str, model: nn.Module, inputs: Mapping[str, Any]) -> torch.T
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:
-    """Return the report with the finding that explains `call` or is in `live` as its first finding; None if there is none."""
+    """Return the report, after moving the finding that explains `call` or is in `live` to the front; None without one."""
     if report is None:
         return None
     codes, causes = {finding.code for finding in live}, {finding.cause for finding in live}

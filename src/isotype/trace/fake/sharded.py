@@ -4,7 +4,7 @@ The step runs on whole fake tensors. The ledger counts only the memory that one 
 in the order of torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py):
 
 - A group's weights are gathered into one flat buffer, and copied out of this buffer. In the forward, the buffer is
-  freed after the copy of the next group's weights (before the copy from torch 2.15 on). In the backward, the buffer is
+  freed after the next group's weights were copied; torch 2.15 frees it before. In the backward, the buffer is
   freed right after the copy of this group's weights. But the next group is gathered while this group still computes.
 - The input of a group's reduce-scatter is freed when the next group reduces.
 

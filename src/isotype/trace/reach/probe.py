@@ -45,7 +45,7 @@ class Probe:
     """A small copy of a model and its batch.
 
     Args:
-        copy: the small copy, in `dtype`.
+        copy: the small copy of the model. Its floats have the dtype `dtype`.
         batch: the batch, with the copy's token ids, and floats in `dtype`.
         deadline: value of `time.thread_time` in seconds. No test of an input starts after the deadline.
         dtype: dtype of the copy, a key of `LEAST_CHANGE`.
