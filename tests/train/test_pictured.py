@@ -331,16 +331,26 @@ def test_prompts_of_several_lengths_have_their_types_at_their_images(method, tmp
     assert all(seen)
 
 
-def test_a_processor_with_outputs_that_the_trainer_lacks_is_refused(tmp_path, monkeypatch, capsys):
-    """TRL's GRPO passes all outputs of the processor to a method that lacks `rows`, and raises TypeError in the first step."""
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ({"rows": torch.ones(1)}, "rows"),
+        ({"pixel_values": torch.ones(1, dtype=torch.bfloat16)}, "pixel_values in bfloat16"),
+    ],
+)
+def test_a_processor_with_outputs_that_the_trainer_lacks_is_refused(
+    output, words, tmp_path, monkeypatch, capsys
+):
+    """TRL's GRPO passes all outputs of the processor to a method that lacks `rows`, and raises TypeError in the first step.
+
+    Llama 4's processor returns bfloat16 images, which TRL converts by NumPy.
+    """
     monkeypatch.chdir(tmp_path)
     save_vision_model("gemma3", tmp_path / "model")
     picture(40, 30).save("a.png")
     Path("t.jsonl").write_text(json.dumps({"prompt": "<image>w1", "images": ["a.png"]}) + "\n")
     real = Gemma3Processor.__call__
-    monkeypatch.setattr(
-        Gemma3Processor, "__call__", lambda *args, **named: real(*args, **named) | {"rows": 1}
-    )
+    monkeypatch.setattr(Gemma3Processor, "__call__", lambda *args, **named: real(*args, **named) | output)
     flags = "--model_name_or_path model --dataset_name t.jsonl --output_dir out --device cpu --reward_funcs tests.train.tiny.reward_by_words"
     refusals = []
     for command in (["grpo"], ["check", "grpo"]):
@@ -348,7 +358,7 @@ def test_a_processor_with_outputs_that_the_trainer_lacks_is_refused(tmp_path, mo
         refusals.append(capsys.readouterr().err.partition("error: ")[2])
     assert refusals[0] == refusals[1]
     assert refusals[0].splitlines()[1:4] == [
-        "  - train, row 1: Gemma3Processor returns rows for images",
+        f"  - train, row 1: Gemma3Processor returns {words} for images",
         "    expected  outputs that GRPOTrainer of TRL passes to the model",
         "    fix       train this model by sft, or on rows without images",
     ]

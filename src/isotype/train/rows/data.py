@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jinja2 import TemplateError
 
 from isotype.compat.templates import ERRORS, render_chat
@@ -168,9 +169,16 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
             continue
         if settings.method.loss == "policy":
             trainer = settings.method.trainer_class()
-            if surplus := sorted(batch.keys() - inputs_of_policy(trainer)):
+            surplus = sorted(batch.keys() - inputs_of_policy(trainer))
+            # TRL (1.16) converts the processor's lists by NumPy, which has no bfloat16.
+            low = [
+                f"{name} in bfloat16"
+                for name, value in batch.items()
+                if getattr(value, "dtype", None) == torch.bfloat16
+            ]
+            if returned := surplus or low:
                 what = (
-                    f"{split}, row {at + 1}: {type(tokenizer).__name__} returns {listed(surplus)} for images"
+                    f"{split}, row {at + 1}: {type(tokenizer).__name__} returns {listed(returned)} for images"
                 )
                 expected = f"outputs that {trainer.__name__} of TRL passes to the model"
                 yield Problem(what, expected, "train this model by sft, or on rows without images")
