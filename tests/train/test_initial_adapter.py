@@ -327,12 +327,12 @@ def test_adapters_whose_base_cannot_be_rebuilt_are_refused_by_every_command(
     config = json.loads((adapter / "adapter_config.json").read_text())
     content = {**config, "init_lora_weights": method, f"{method}_config": {}}
     (adapter / "adapter_config.json").write_text(json.dumps(content))
-    expected = f"a {method} adapter, because its initialisation changed the weights of the base with {by} that no file contains"
+    expected = f"a {method} adapter, whose initialisation changed the weights of the base with {by} that no file contains"
     for use in (begin, load_for_inference, lambda folder: merge_adapter(folder, tmp_path / "merged")):
         assert expected in refused(UsageError, use, adapter)
     poly = save_kind(path, tmp_path / "poly", peft.PolyConfig(r=4, **_Q))
     for use in (load_for_inference, lambda folder: merge_adapter(folder, tmp_path / "merged")):
-        assert "a POLY adapter, because it needs the number of each row's task (task_ids)" in refused(
+        assert "a POLY adapter, which needs the number of each row's task (task_ids)" in refused(
             UsageError, use, poly
         )
 

@@ -167,10 +167,10 @@ def inference_policy(
 
 
 UNUSABLE: Mapping[str, str] = {
-    "POLY": "because it needs the number of each row's task (task_ids)",
-    "XLORA": "because it needs a base without `use_cache`, and runs the base twice for each input",
-    "corda": "because its initialisation changed the weights of the base with covariances that no file contains",
-    "lora_ga": "because its initialisation changed the weights of the base with gradients that no file contains",
+    "POLY": "which needs the number of each row's task (task_ids)",
+    "XLORA": "which needs a base without `use_cache`, and runs the base twice for each input",
+    "corda": "whose initialisation changed the weights of the base with covariances that no file contains",
+    "lora_ga": "whose initialisation changed the weights of the base with gradients that no file contains",
 }
 """Kinds and initialisations of adapters that isotype cannot use, with the reasons."""
 

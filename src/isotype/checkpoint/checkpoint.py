@@ -139,7 +139,7 @@ def open_checkpoint(name: str | Path | Checkpoint, revision: str | None = None) 
 
 @lru_cache(maxsize=8)
 def _opened(source: Path, _stats: tuple[tuple[str, int, int, int], ...]) -> Checkpoint:
-    """Open a local checkpoint. Open a checkpoint. The result is cached, because a command opens the same files several times."""
+    """Open a local checkpoint. The result is cached, because a command opens the same files several times."""
     name = str(source)
     weights = find_weights(source) if source.is_dir() else None
     file = source if source.is_file() else weights and weights[0]

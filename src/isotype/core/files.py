@@ -114,7 +114,7 @@ def publish_files(built: Path, final: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Delete a directory. Delete a directory. Even if the process is killed, `directory` never exists with only a part of its files."""
+    """Delete a directory. Even if the process is killed, `directory` never exists with only a part of its files."""
     deleted = directory.with_name(f".{directory.name.removeprefix('.')}{_DELETED}")
     if deleted.exists():
         shutil.rmtree(deleted)

@@ -133,7 +133,7 @@ def _check(row: Row) -> tuple[str, ...]:
 def _print_table(
     console: Console, rows: Sequence[tuple[Mapping[str, str], Row | None]], chosen: Row | None, whole: bool
 ) -> None:
-    """Print a table. Print a table. Each of `rows` is (first cells by column, a row of the plan or None if nothing fits)."""
+    """Print a table. Each of `rows` is (first cells by column, a row of the plan or None if nothing fits)."""
     lines = [
         {**cells, **({"fits": "no"} if row is None else cells_of(row, row == chosen))} for cells, row in rows
     ]

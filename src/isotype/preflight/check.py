@@ -111,7 +111,8 @@ def check(
             - `seconds`: time limit of the trace, without the trials of fixes. At the limit, the trace ends, and the
               report is about the traced part.
 
-    Returns: The report: findings with their causes, fixes that another trace has verified, memory and FLOPs of the step. If a
+    Returns:
+        The report: findings with their causes, fixes that another trace has verified, memory and FLOPs of the step. If a
         step cannot be traced to its end, the report has the finding IST199.
 
     Raises:

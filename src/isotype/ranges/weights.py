@@ -19,7 +19,7 @@ _KNOWN = "_isotype_magnitude"
 FILL = 1e38
 """Values above 1e38 that no operator computed are fill values: infinity, or the largest float32 or bfloat16 number."""
 _SAMPLE = 1 << 15
-"""Number of sampled values. Maximum number of sampled values. With this number, shares are accurate to a fraction of a percent."""
+"""Maximum number of sampled values. With this number, shares are accurate to a fraction of a percent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def write_report(path: Path, text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, text)
     except OSError as error:
-        what, fix = f"{path}: {error.strerror or error}", "delete the file at this path, or use another path"
+        what, fix = f"{path}: {error.strerror or error}", "use another path"
         expected = "a writable path, with enough space for the report"
         raise SaveError.of("the report could not be written", what, expected, fix) from error
 

@@ -19,8 +19,8 @@ other weights.
 
     isotype.repair(model, isotype.check(model, batch))   # casts the norms' outputs to bfloat16
 
-**How safe is the fix?** The fix is safe if it casts only the inputs or outputs of a module, because no stored weight changes. The fix is
-unsafe if it casts a stored weight whose values may be rounded. `isotype.repair` applies unsafe fixes only with `unsafe=True`.
+**How safe is the fix?** The fix is safe if it casts only the inputs or outputs of a module, or a result at a line, because no stored
+weight changes. The fix is unsafe if it casts a stored weight whose values may be rounded. `isotype.repair` applies unsafe fixes only with `unsafe=True`.
 
 **Seen in** NVIDIA-NeMo/Automodel #1622, #1540, #1633; huggingface/transformers #29974, #25598.
 """

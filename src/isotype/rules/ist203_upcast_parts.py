@@ -3,7 +3,7 @@
 **What it means.** Most of the model is in 16 bits or quantized, but some frozen weights are float32, such as embeddings, the head or norms.
 
 **Why it is bad.** Float32 weights take twice the memory of 16-bit weights. With a vocabulary of 128,256 and a hidden size of 4,096, a
-float32 embedding and head take 2.1 GB more than in 16 bits each. Float32 weights also make the hidden states float32, so every layer casts
+float32 embedding and a float32 head together take 2.1 GB more than in 16 bits. Float32 weights also make the hidden states float32, so every layer casts
 its input. Without autocast, attention runs in float32.
 
 **Why it happens.** For quantized models, trainers call PEFT's `prepare_model_for_kbit_training`, which casts all parameters except the

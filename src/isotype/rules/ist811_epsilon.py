@@ -6,7 +6,7 @@ and `F.normalize` with its default, 1e-12. A clamp with `max=1 - 1e-6` should ke
 in float16, and 0.996 in bfloat16.
 
 **Why it is bad.** For a row of zeros, the line computes log(0) or 0 / 0, and the loss of the step is NaN. Examples of such rows are
-padding, an empty span, and squares that float16 rounds to zero. A step without such a row has no NaN. In bfloat16, the sigmoid of a score
+padding, an empty span, and squares that float16 rounds to zero. A step without such a row is not affected. In bfloat16, the sigmoid of a score
 above 6.3 is 1, so log(1 - 1) is infinite. Even if the loss is finite, the gradient at the bound of a clamp may be NaN.
 
 **An example that costs**

@@ -93,7 +93,7 @@ def _generated(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int
 
 
 def answer(model: Any, tokenizer: Any, messages: Prompt, max_new_tokens: int = 64, **kwargs: Any) -> str:
-    """Return the model's answer. Return the model's answer. Decoding is greedy unless `do_sample=True`. `kwargs` are arguments of `generate`."""
+    """Return the model's answer. Decoding is greedy unless `do_sample=True`. `kwargs` are arguments of `generate`."""
     ids = _generated(model, tokenizer, messages, max_new_tokens, **{"do_sample": False, **kwargs})
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     return str(inner.decode(ids, skip_special_tokens=True)).strip()

@@ -92,7 +92,7 @@ def _contradictions(settings: Settings, adapter: Adapter) -> Iterator[Problem]:
 
 
 _UNABLE = {
-    "ADAPTION_PROMPT": "because its forward does not return the log-probabilities that TRL's trainers need",
+    "ADAPTION_PROMPT": "whose forward does not return the log-probabilities that TRL's trainers need",
     **UNUSABLE,
 }
 """Maps a kind of adapter that a TRL trainer cannot train to the reason."""

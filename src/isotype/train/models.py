@@ -275,7 +275,7 @@ def _check_saved_experts(model: Any, config: Any) -> None:
 
 
 def _last(names: Iterable[str], parts: int = 1) -> set[str]:
-    """Return the last part of each dotted name, without layer numbers."""
+    """Return the last `parts` parts of each dotted name, without layer numbers."""
     ends = {".".join(name.rsplit(".", parts)[-parts:]) for name in names}
     return {end for end in ends if end and not end.isdigit()}
 

@@ -87,7 +87,7 @@ class PolicyTrainer(WholeCheckpoints):
         return values * int(self._flops_of_value)
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the trainer's `compute_loss`. Compute the loss. Hooks on embeddings get the batch as one row (`seen_as_joined`)."""
+        """Call the trainer's `compute_loss`. Hooks on embeddings get the batch as one row (`seen_as_joined`)."""
         with seen_as_joined(self, inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
 

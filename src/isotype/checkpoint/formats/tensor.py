@@ -94,8 +94,7 @@ class HeaderFile:
             raise self.broken(f"{count:,} tensors", most, "use a checkpoint of a model")
 
     def parsed(self, text: bytes, header: str = "", noun: str = "") -> Any:
-        """Return parsed JSON. Return parsed JSON. Raise CheckpointError for other text, or if an object has a name
-        twice.
+        """Return parsed JSON. Raise CheckpointError for other text, or if an object has a name twice.
 
         Without this check, `json` would keep only the last value of such a name. The arguments `header` and `noun`
         are for the error messages.

@@ -117,7 +117,7 @@ def _tile(count: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Cached:
-    """A mask's cached plan. A cached plan. It is valid until the mask's memory, version or (without a version) values change."""
+    """A mask's cached plan. The plan is valid until the mask's memory, version or (without a version) values change."""
 
     plan: Plan
     view: tuple[object, ...]

@@ -271,7 +271,7 @@ def _this_memory() -> int | None:
 def _accelerator(
     name: str, kind: DeviceKind, title: str, memory_bytes: int, support: Mapping[str, Any]
 ) -> DeviceProfile:
-    """Return a card's profile. Return an accelerator's profile. Its rates come from the record with the same driver name and the closest memory size."""
+    """Return an accelerator's profile. Its rates come from the record with the same driver name and the closest memory size."""
     cards = [_of_record(key) for key, record in records().items() if title in record["driver_names"]]
     unknown = DeviceProfile(name, title, kind, **support, source="no data sheet known for this card")
     sheet = min(cards, key=lambda card: abs((card.memory_bytes or 0) - memory_bytes), default=unknown)

@@ -121,7 +121,7 @@ class Numbers:
         return result
 
     def _unscaled(self, scaler: Any) -> None:
-        """Check for NaN losses. Return True if the loss scale may be the cause of an infinite loss. The GradScaler then skips the step."""
+        """Check for NaN losses. An infinite loss is ignored: the loss scale may be its cause, and the GradScaler then skips the step."""
         if any(map(math.isnan, self._read(self._losses))):
             self._judge(math.nan, None, scaler)
 

@@ -112,7 +112,7 @@ class Record:
 
     @property
     def miswired(self) -> bool:
-        """True if the step runs, and its only errors are about inputs, labels or masks, such as tokens with wrong labels."""
+        """True if the step runs, and all its errors are of the kind "wiring" (IST9xx), such as tokens with wrong labels."""
         return bool(self.errors) and all(finding.kind == "wiring" for finding in self.errors)
 
     @property

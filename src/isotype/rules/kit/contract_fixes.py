@@ -83,7 +83,8 @@ def _combined(trace: Trace, group: Group) -> list[Weight]:
 
 
 _OTHER_RESULTS = ("fft", "numpy")
-"""Words in the names of functions that return complex numbers or arrays. A cast of their results to 16 bits would discard the imaginary parts."""
+"""Words in the names of functions that return complex numbers or arrays. A cast to 16 bits would discard the
+imaginary parts, and an array has no such cast."""
 
 
 def _neighbours(trace: Trace, group: Group) -> Iterator[str]:

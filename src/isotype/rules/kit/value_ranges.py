@@ -196,8 +196,8 @@ def _value(call: Call, operator: OperatorRange, exponent: int, weight: float) ->
     """Return the largest float16 magnitude of a call, and True if an operand has this magnitude; None without a
     float16 tensor.
 
-    In a scaled layer, values are smaller by 2^exponent than measured, and gradients are larger by 2^exponent. The weights
-    of the layer are not scaled. Their largest magnitude is `weight`.
+    In a scaled layer, values are divided by 2^exponent, and gradients are multiplied by 2^exponent. The weights of the
+    layer are not scaled. Their largest magnitude is `weight`.
     """
     factor = 2.0 ** (-exponent if call.phase == "forward" else exponent)
     values = [

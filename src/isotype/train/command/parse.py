@@ -48,7 +48,7 @@ def parse_command(
         keywords: values by argument name. None means that the argument is not set.
         add_arguments: adds the caller's arguments (those of `check` or `plan`) to the parser. They replace training arguments
             with the same names.
-        model: the model. If `add_arguments` is None, the first word that belongs to no argument is the model.
+        model: the model. If `model` is None, the first word that belongs to no argument is the model.
         problems_of: returns the problems of the caller's arguments.
 
     Raises:

@@ -251,8 +251,7 @@ Replay = NonFinite | str
 
 @dataclass
 class StepMeter:
-    """Measures a trainer's steps. Measures the steps of a trainer. `attach` replaces trainer methods, because
-    callbacks get no batch and no loss.
+    """Measures the steps of a trainer. `attach` replaces trainer methods, because callbacks get no batch and no loss.
 
     Args:
         together: True if all processes combine their values in every step (a collective operation). It is False in a script.

@@ -37,7 +37,7 @@ class Hooks:
 
 
 class WholeCheckpoints(Sharded):
-    """Mixin for `transformers.Trainer`. Mixin whose checkpoints are either complete or absent, even if the process is killed."""
+    """Mixin for `transformers.Trainer`. Its checkpoints are either complete or absent, even if the process is killed."""
 
     hooks: Hooks = Hooks()
     _staging: Path | None = None
