@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 from tools import plain_english
-from tools.plain_english import Idiom, counts, excess, idioms
+from tools.plain_english import ROOT, Idiom, counts, excess, idioms
 from tools.sources import read_sources
 
 FILE = '''
@@ -42,6 +43,28 @@ def test_idioms_of_a_file_are_counted_by_place(tmp_path: Path, monkeypatch: pyte
         ("pages", "lie for be"): 1,
     }
     assert [idiom.where for idiom in result if idiom.place == "pages"] == ["README.md:1"]
+
+
+def _faults(docstring: str) -> list[str]:
+    """Return the lines of a docstring that break its sections, and a first sentence that the second one repeats."""
+    section, faults = False, []
+    for line in docstring.splitlines():
+        name, colon, rest = line.partition(":")
+        heads = bool(colon) and name in ("Args", "Attributes", "Returns", "Raises", "Yields")
+        if (heads and rest) or (section and not heads and line.strip() and not line.startswith("    ")):
+            faults.append(line)
+        section = section or heads
+    first, _, others = " ".join(docstring.split()).partition(". ")
+    return faults + [first] * bool(first and others.startswith(first))
+
+
+def test_docstrings_have_whole_sections_and_no_sentence_twice() -> None:
+    faults = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                faults += [f"{path.name}: {fault}" for fault in _faults(ast.get_docstring(node) or "")]
+    assert faults == []
 
 
 def test_a_count_above_its_ceiling_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

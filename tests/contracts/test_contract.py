@@ -26,6 +26,7 @@ from isotype.contracts.contract import (
     is_exempt,
 )
 from isotype.contracts.families import by_shapes
+from isotype.contracts.pattern import CORRUPTS
 from isotype.precision.devices.cpu import CpuFeatures, OneDnn
 from isotype.precision.devices.profile import cpu_profile, device_profile
 
@@ -307,6 +308,10 @@ def test_another_torch_than_the_tables_is_said(monkeypatch: pytest.MonkeyPatch) 
         assert doubts(device_profile(name)) == [
             "operators were measured with torch 2.13.0, and the installed torch is 2.10.0"
         ]
+
+
+def test_a_table_names_wrong_values_by_the_message_that_the_recorder_compares() -> None:
+    assert CORRUPTS in contracts_for("cpu-avx2").reference.messages
 
 
 def test_a_gpu_that_builds_for_cuda_13_do_not_run_on_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

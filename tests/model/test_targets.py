@@ -77,7 +77,7 @@ def test_a_layer_whose_weight_the_model_reads_stays_dense(tmp_path: Path, quanti
     policy = isotype.resolve_precision(tmp_path, "bfloat16", quantization, "cpu", quantized_parts="all")
     assert policy.never_quantized[:3] == ("mixer.dt_proj", "mixer.out_proj", "mixer.x_proj")
     assert "lm_head" in policy.never_quantized
-    assert "mixer.x_proj stay bfloat16: packed codes cannot be trained" in policy.reasons["storage"]
+    assert "mixer.x_proj stay bfloat16, because packed codes cannot be trained" in policy.reasons["storage"]
     model = isotype.load(tmp_path, policy)
     kinds = {place.name.rpartition(".")[2]: place.kind for place in places(model) if "proj" in place.name}
     packed = "linear8bit" if quantization == "int8" else "linear4bit"

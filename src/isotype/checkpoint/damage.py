@@ -71,8 +71,8 @@ class Sums:
 class Layers:
     """A recorder for `isotype.ranges.twin.twin_of` that measures the damage of quantization in linear layers.
 
-    Let f be ln p(y | x), with y sampled from the model. If the weights W change by D, the outputs have a KL divergence. To
-    second order, it is ½ E[<D, df/dW>²], a product with the Fisher information. The backward starts from the result of
+    Let f be ln p(y | x), with y sampled from the model. The weights W change by D. To second order, the
+    KL divergence between the outputs before and after the change is ½ E[<D, df/dW>²], a product with the Fisher information. The backward starts from the result of
     `_of_signs`. This gradient has the same second moments as the gradient of f. A token with the input x and the output
     gradient g adds ½ Σ (g² xᵀ²) D² to the estimate, summed over all weights of the layer. The estimate omits products of the
     errors of two weights, because these errors are nearly independent. The estimate also omits products of the gradients of

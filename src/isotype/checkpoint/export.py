@@ -432,5 +432,5 @@ def _name_of_split(content: Mapping[str, Any]) -> str:
         name = _SPLITS.get(parts[0]["pattern"].get("Regex", ""))
         if name is not None:
             return name
-    what = f"a tokenizer that splits text by {' and '.join(kinds) or 'nothing'}, because llama.cpp has no name for this split"
+    what = f"a tokenizer that splits text by {' and '.join(kinds) or 'nothing'}: llama.cpp has no name for this split"
     raise _refused(what, "the split of GPT-2, Llama 3, Qwen 2, SmolLM or SentencePiece", _NO_TOKENIZER)

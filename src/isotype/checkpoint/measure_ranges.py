@@ -66,7 +66,7 @@ def measure_ranges(
 def measured_and_kept(
     measure: Callable[..., Measurement], source: Checkpoint | nn.Module, batch: Any, tokens: int, **rest: Any
 ) -> Measurement:
-    """Call `measure`. Measure ranges. For a checkpoint and at least `TOKENS` tokens of isotype's texts, cache the result."""
+    """Return the result of `measure`. For a checkpoint and at least `TOKENS` tokens of isotype's texts, cache the result."""
     if isinstance(source, nn.Module):
         return measure(*to_measure(source, batch, tokens), **rest)
     source = source.downloaded()

@@ -61,8 +61,9 @@ def load_sharded(
         **settings: `model_class` and `attn_implementation` as in `isotype.load`, and fields of the config to set, such as
             `num_labels`.
 
-    Returns: The model, or the result of `adapt`, as an FSDP2 module with two attributes: `precision_policy` is the policy, and
-        `bytes_read` is the number of bytes that this process has read.
+    Returns:
+        The model, or the result of `adapt`, as an FSDP2 module with two attributes: `precision_policy` is the policy,
+        and `bytes_read` is the number of bytes that this process has read.
 
     Raises:
         CheckpointError: `path` is no checkpoint, the checkpoint lacks needed tensors, or values are not finite.

@@ -241,7 +241,7 @@ def dequantize(
         dtype: dtype of the dense weights. 4-bit layers are first dequantized to the dtype of their quantization state. int8
             layers are first dequantized to float32 (code x constant / 127, LLM.int8, https://arxiv.org/abs/2208.07339).
         later: function of a dense weight. If it returns True, the weight stays on the meta device, and the caller reads it
-    later.
+            later.
     """
     quantized = [weight for weight in stacked_weights(model) if quantized_stack(*weight[1:]) is not None]
     for path, module, name in quantized:

@@ -79,12 +79,12 @@ class Parser(ValueParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse. Parse known arguments, and collect a problem for each invalid value in `problems`."""
+        """Parse known arguments like argparse, and collect a problem for each invalid value in `problems`."""
         self.problems = []
         return super().parse_known_args(args, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse. Parse arguments. Raise one UsageError that lists all invalid arguments."""
+        """Parse like argparse. Raise one UsageError that lists all invalid arguments."""
         self._command_line = tuple(sys.argv[1:] if args is None else args)
         parsed, unknown = self.parse_known_args(args, namespace)
         self.refuse([*self.problems, *self.unknown(unknown)])

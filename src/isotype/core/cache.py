@@ -67,7 +67,7 @@ def why_unusable(folder: Path) -> str:
 
 
 def _folder(variable: str, name: str) -> tuple[Path, str]:
-    """Return (folder, reason). Return the folder and the reason why it is not writable; "" if it is writable."""
+    """Return (folder, reason why it is not writable). The reason is "" if the folder is writable."""
     chosen = os.environ.get(variable)
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / name
     try:

@@ -162,7 +162,7 @@ def _warn(message: str) -> None:
 
 
 def _compile(compiler: list[str], sources: Sequence[Path], options: Sequence[str], target: Path) -> Path:
-    """Compile a source. Compile a source, and return the path of the library: `target` with a checksum at the end of its name."""
+    """Compile a source, and return the path of the library: `target` with a checksum at the end of its name."""
     source, *headers = sources
     includes = sorted({f"-I{header.parent}" for header in headers})
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as folder:

@@ -103,7 +103,7 @@ class Bar:
 
 
 def with_bar(items: Iterable[_Item], text: str, total: int, shown: bool = True) -> Iterator[_Item]:
-    """Yield the items. Yield the items with a progress bar. The bar counts an item when the next item is requested."""
+    """Yield the items with a progress bar. The bar counts an item when the next item is requested."""
     with closing(Bar(text, shown)) as bar:
         bar.total = total
         for item in items:

@@ -49,7 +49,7 @@ def fsync_tree(directory: Path) -> None:
 
 
 def create_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Return `folder`. Create a missing directory: `write` fills a temporary folder, which is renamed. Several processes may call this at once."""
+    """Return `folder`. If it is missing, `write` fills a temporary folder, which is renamed to `folder`. Several processes may call this at once."""
     if folder.is_dir():
         return folder
     part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
@@ -303,7 +303,7 @@ def remove_abandoned(directories: Iterable[Path]) -> None:
 
 
 def _locked_file(path: Path) -> int | str:
-    """Lock the file `path`. Return the descriptor of a locked file, or a clause on why locks are not supported."""
+    """Lock the file `path`. Return its descriptor, or a clause on why locks are not supported."""
     while True:
         with _refusals(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

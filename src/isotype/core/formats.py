@@ -17,8 +17,8 @@ class Format:
     Attributes:
         name: name in `--quantization` and in a policy's layers.
         code: bitsandbytes' name of the code book (`quant_type`), also in files.
-        bits: bits per weight, without the quantization constants. block: number of weights that share a constant; 0 if all
-            weights of a row share a constant.
+        bits: bits per weight, without the quantization constants.
+        block: number of weights that share a constant; 0 if all weights of a row share a constant.
         whole: True if a whole model can have this format, and False if only some layers of a model can have it.
         fitted: True if the constants are fitted to the inputs of the layer (`isotype.model.fitted`).
         measured: True if `isotype quality` measures layers in the format.

@@ -17,8 +17,7 @@ TOKENIZER_FILES = (
 
 
 def pretrained(kind: Any, source: Path | str | None, **arguments: Any) -> Any:
-    """Return `kind.from_pretrained(source, …)`. Call `from_pretrained`. If the files name custom code, transformers'
-    own class is used.
+    """Return `kind.from_pretrained(source, …)`. If the files name custom code, transformers' own class is used.
 
     Raises:
         CheckpointError: only the code of the checkpoint can read its files.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """Random states, saved together. The random states of Python, NumPy and torch. Saving them does not synchronize with a device."""
+    """Random states of Python, NumPy and torch, saved together. Saving them does not synchronize with a device."""
 
     setters: tuple[Callable[[], object], ...]
 

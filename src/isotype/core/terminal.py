@@ -19,8 +19,7 @@ _HANDLER = "isotype.nearest"
 
 
 class _Lasting:
-    """Standard output or error. A stream. After a failure (a full disk, a closed pipe or terminal), it ignores
-    writes.
+    """Standard output or error. After a failure (a full disk, a closed pipe or terminal), it ignores writes.
 
     Attributes:
         raises: True if the first failed write raises an error.
@@ -92,7 +91,7 @@ def print_the_nearest() -> None:
 
 
 def shown(text: str) -> str:
-    """Escape control characters (`\\x1b`). Escape control characters in a text, because a name from a file could otherwise control the terminal."""
+    """Escape control characters (`\\x1b`) in a text, because a name from a file could otherwise control the terminal."""
     if text.isprintable():
         return text
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)

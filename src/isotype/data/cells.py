@@ -110,7 +110,7 @@ def _tools_fault(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """A column. A column: `expected` describes valid values, `fault` returns the fault of a value or None, and `fix` corrects a fault."""
+    """A column. `expected` describes valid values, `fault` returns the fault of a value or None, and `fix` corrects a fault."""
 
     expected: str
     fault: Callable[[object], str | None]

@@ -43,7 +43,7 @@ def load_training_data(
 
     Args:
         script_args: `trl.ScriptArguments` (or a subclass).
-        dataset_args: `trl.DatasetMixtureConfig` or None. As in TRL, `script_args.datasets` replaces `dataset_name`.
+        dataset_args: `trl.DatasetMixtureConfig` or None. As in TRL, its `datasets` replace `script_args.dataset_name`.
         say: function that prints a line about the data.
 
     Raises:

@@ -140,8 +140,10 @@ def unpadded(
         read: True at the positions whose results the caller needs, bool `[rows, length]`.
         most: largest number of tokens in the batch without padding; None for any number.
 
-    Returns: None if the batch has almost no padding, if padding is between tokens or on a side that is not in `sides`, if the
-        inputs are not only text, or if `read` is True at padding. Fake tensors also give None outside of `traced_as(…)`.
+    Returns:
+        None if the batch has almost no padding, if padding is between tokens or on a side that is not in `sides`, if
+        the inputs are not only text, or if `read` is True at padding. Fake tensors also give None outside of
+        `traced_as(…)`.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or mask is None or {key for key, value in batch.items() if value is not None} - _ARGUMENTS:

@@ -59,8 +59,9 @@ def add_lora(
             these (`"language,projector"`, or a list), or `"all"`. By default, every part with target layers gets adapters.
         **lora_kwargs: fields of `peft.LoraConfig` (`r`, `lora_alpha`, `target_modules`, `bias`, …).
 
-    Returns: The PEFT model. The attribute `adapter_notes` of the model (a tuple of sentences) names the weights that could not
-        be adapted as requested. `add_lora` also prints these sentences as warnings.
+    Returns:
+        The PEFT model. The attribute `adapter_notes` of the model (a tuple of sentences) names the weights that could
+        not be adapted as requested. `add_lora` also warns with these sentences.
 
     Raises:
         UsageError: both `config` and `lora_kwargs` are set, or the model lacks a part in `adapt`.

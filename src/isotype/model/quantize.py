@@ -56,9 +56,10 @@ def quantize_4bit(
             constants.
         first: for a part of a weight with `moments`, the column of its first element in the layer's weight.
 
-    Returns: (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). A byte contains two
-        codes. As in bitsandbytes, each code is the nearest code for the float32 constants. Double quantization rounds these
-        constants afterwards.
+    Returns:
+        (codes `[ceil(elements / 2) / storage.itemsize, 1]` in the dtype `storage`, `QuantState`). A byte contains two
+        codes. As in bitsandbytes, each code is the nearest code for the float32 constants. Double quantization rounds
+        these constants afterwards.
     """
     from bitsandbytes import functional
 

@@ -231,7 +231,7 @@ def _adapters(ranges: Ranges, scale: float) -> Iterator[ModuleException]:
 
 
 def _loss_scale(ranges: Ranges) -> tuple[float, str]:
-    """Return (loss scale, reason). Return a loss scale with which the largest measured gradient is at most 65504 / 16."""
+    """Return (loss scale, reason). With this scale, the largest measured gradient is at most 65504 / 16."""
     products = (op for op in ranges.operators if op.phase == "backward" and op.matmul)
     gradients = [*(module.gradient for module in ranges.modules), *(product.output for product in products)]
     largest = max((value for value in gradients if math.isfinite(value)), default=0.0)

@@ -71,7 +71,7 @@ class Damages(Measurement):
     Attributes:
         layers: all linear layers that can be quantized, in the model's order.
         measured: format -> damage in nats per token if all layers have this format. All formats are measured on the same
-    tokens.
+            tokens.
     """
 
     subject: ClassVar = "damages"
@@ -154,7 +154,8 @@ def choose(layers: Sequence[Sequence[Option]], room: int, *, sums: int = _SUMS) 
     At most `sums` (at least 1) different totals of bytes are compared. If more totals are possible, sizes are rounded
     up.
 
-    Returns: The index of the option of each layer; None if even the smallest options do not fit.
+    Returns:
+        The index of the option of each layer; None if even the smallest options do not fit.
     """
     least = [min(option.bytes for option in options) for options in layers]
     spare = room - sum(least)
@@ -229,9 +230,10 @@ def mix(
         request: `base_memory` limits the bytes of all base weights. If `base_memory` is None, the linear layers may take 10 %
             more than in nf4.
 
-    Returns: (request, reason). In the returned request, `quantization` is nf4 if any layer has 4 bits, and `layers` names the
-        layers in other formats. The reason counts the layers in each format and their bytes, and estimates the damage in nats
-        per token.
+    Returns:
+        (request, reason). In the returned request, `quantization` is nf4 if any layer has 4 bits, and `layers` names
+        the layers in other formats. The reason counts the layers in each format and their bytes, and estimates the
+        damage in nats per token.
 
     Raises:
         PrecisionError: the smallest formats exceed `base_memory`.

@@ -140,9 +140,7 @@ class _Draft:
         requested = self.request.quantization
         saved = self.facts.quantization.format if self.facts.quantization else None
         if self.request.trainable not in TRAINABLE:
-            self._refuse(
-                f"trainable={self.request.trainable!r}", "'lora' or 'full'", "set only one of the two"
-            )
+            self._refuse(f"trainable={self.request.trainable!r}", "'lora' or 'full'", "set one of the two")
         if requested not in (None, *REQUESTABLE):
             expected = f"one of {', '.join(REQUESTABLE)} or none"
             self._refuse(f"quantization {requested!r}", expected, "give one of these")
@@ -191,7 +189,7 @@ class _Draft:
             self._refuse(f"compute dtype {name} on {self.profile.title}", expected, fix)
         elif support == "emulated":
             why = f"{self.profile.reason(compute)}; expect it to be {times}"
-            runs = f"this device is fastest in {dtype_name(best)}"
+            runs = f"the best dtype of this device is {dtype_name(best)}"
             self.warnings.append(f"{name} on {self.profile.title}: {why} ({runs})")
         elif slower is not None and slower >= 1.5:
             matmuls = f"its matmuls run {times} than {dtype_name(best)}'s"

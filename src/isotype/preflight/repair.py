@@ -121,7 +121,7 @@ def plan(
 
     Args:
         command: True if the fixes are for the arguments of a training command. The model of a training command cannot be
-    changed.
+            changed.
     """
     assert report.again is not None
     chosen: list[Fix] = []

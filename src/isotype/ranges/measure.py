@@ -345,7 +345,7 @@ def _experts_of(module: Any) -> int:
 
 @contextlib.contextmanager
 def _experts_noted(model: nn.Module, chosen: dict[str, set[int]]) -> Iterator[None]:
-    """In the `with` block, record the indices of the experts that routers choose in `chosen`, by the name of the experts module."""
+    """In the `with` block, record in `chosen`: name of an experts module -> indices of the experts that routers choose."""
 
     def note(name: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for value in (*args, *kwargs.values()):

@@ -1,4 +1,4 @@
-"""Weights in float32. Weights of the measured model. A weight is created when it is used, and dropped after its block has run."""
+"""Weights of the measured model, in float32. A weight is created when it is used, and dropped after its block has run."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def _may_be_initialised(model: Any, name: str) -> str:
 
 
 def _ignored(model: Any, tensor: StoredTensor, state: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if the model ignores the name of a surplus tensor, or computes the tensor as a buffer."""
+    """Return True if the model ignores a surplus tensor because of its name, or computes the tensor as a buffer."""
     if _MASKS.search(tensor.name) and len(tensor.weight.shape) in (0, 4):
         return True
     computed = {name for name, _ in model.named_buffers()} - state.keys()

@@ -76,7 +76,7 @@ class Scheme:
         second: a number that applies to all scales, or None.
         divides: True if the scales are divided by `second`, False if the scales are multiplied by `second`.
         transposed: True if the file stores the weight as [columns, rows] (AWQ). An int32 word then contains codes of several
-    rows.
+            rows.
     """
 
     kind: Kind

@@ -244,7 +244,7 @@ def _check_stored(stored: str | None, dtype: str | torch.dtype, output: Output) 
     problem, name = None, str(dtype).removeprefix("torch.")
     if output.file and (stored in QUANTIZATIONS or (stored is None and dtype != "auto")):
         flags = f"--dtype {name}" if stored is None else f"--quantization {stored}"
-        fix = "set --gguf f16, bf16, q8_0, …; or an --output without .gguf, for a directory"
+        fix = "set --gguf f16, bf16, q8_0, …; or set an --output without .gguf, for a directory"
         problem = Problem(f"--output {output.path} and {flags}", "a GGUF type for a GGUF file", fix)
     elif stored is not None and stored not in FORMATS:
         problem = Problem(f"stored as {stored}", f"one of {', '.join(FORMATS)}", "give one of these")

@@ -32,7 +32,7 @@ class WeightLoss:
         relative_error: ||S - (W + D)|| / ||D|| in Frobenius norms, as a fraction. S is the stored weight.
         entries: number of nonzero entries of D.
         vanished: number of these entries that are lost, because W and W + D are stored as the same value or code. None if
-    unknown.
+            unknown.
     """
 
     name: str

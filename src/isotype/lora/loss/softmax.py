@@ -55,7 +55,8 @@ def softmax(
         targets: int64 `[n]`, each in `[0, V)`.
         outputs: name -> contiguous result `[n]`.
 
-    Returns: The factor of each row of gradients, float32 `[n]`; None if `ahead` is False.
+    Returns:
+        The factor of each row of gradients, float32 `[n]`; None if `ahead` is False.
     """
     call = scratch.call
     if call.softcap is None and _is_by_loops(logits, exact, targets):

@@ -71,7 +71,7 @@ class Experts:
         gate: the activation or gated product, a function of h `[rows, …]`.
         working: dtype in which products are computed.
         normed: norm of the outputs of the experts `[rows, out]` before they are multiplied by routing weights; None without a
-    norm.
+            norm.
     """
 
     up: Product

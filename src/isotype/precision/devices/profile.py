@@ -74,7 +74,7 @@ class DeviceProfile:
         random_rate: random values (dropout masks) per second and thread; None if not measured.
         page_rate: bytes of zeroed pages that the operating system provides to a CPU per second; None if not measured.
         steps: rates of whole steps. If `steps` is None, the time of a step is predicted as the sum of the times of its
-    operators.
+            operators.
     """
 
     name: str

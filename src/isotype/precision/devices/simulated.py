@@ -34,7 +34,7 @@ class SimulatedMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         native: dtypes that the simulated device multiplies in hardware; empty without a profile.
         thread: identifier of the only thread that may run operators; None before a trace.
         threaded: the error of the first operator in another thread, because that thread may have ignored the error; None
-    without one.
+            without one.
     """
 
     def __init__(self, profile: DeviceProfile | None = None) -> None:

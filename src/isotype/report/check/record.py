@@ -28,7 +28,7 @@ class Record:
         findings: findings of the rules, sorted by severity (errors first) and then by code.
         seconds: wall-clock time of the whole check, in seconds.
         again: function that applies fixes, traces the step again and returns the findings. None if the report was read from a
-    file.
+            file.
     """
 
     trace: Trace

@@ -314,7 +314,7 @@ class Rewards:
         step: step after which the trainer logged the rewards.
         mean, spread: mean and standard deviation of the rewards.
         equal: fraction of groups with equal rewards, which cause no gradient. A group consists of the completions of one
-    prompt.
+            prompt.
     """
 
     step: int

@@ -184,7 +184,7 @@ def repaired_command(
     Args:
         unresolved: findings of the traced step that have no fix, each with the reason.
         remaining: function that checks the changed command and returns pairs (finding, why no fix resolves it). None checks
-    nothing.
+            nothing.
     """
     repaired, by_hand = command, []
     for fix in fixes:
