@@ -368,6 +368,6 @@ def _already_locked(path: Path, holder: bytes) -> UsageError:
         stop = f"wait for that process, or stop it (kill {about['pid']} on {about['host']}; it saves a checkpoint)"
     except (ValueError, KeyError, TypeError):
         pass  # the other process has locked the file and not yet described itself
-    what, fix = f"{who} writes into {path.parent}", f"{stop}, or use another folder"
+    what, fix = f"{path.parent} is written by {who}", f"{stop}, or use another folder"
     headline = "another run writes into the output directory"
     return UsageError.of(headline, what, "only one run that writes into a folder", fix)
