@@ -44,7 +44,7 @@ _BY_ROW = ("POLY", "SHADOW", "XLORA")
 
 
 def why_whole_rows(model: Any) -> str:
-    """Return why an adapter needs one sequence per row, like aLoRA and the adapters in `_BY_ROW`; "" if it does not."""
+    """Return why an adapter needs one sequence per row; "" if it does not. aLoRA and the kinds in `_BY_ROW` need it."""
     for config in (getattr(model, "peft_config", None) or {}).values():
         kind = "aLoRA" if getattr(config, "alora_invocation_tokens", None) else kind_of_adapter(config)
         if kind in ("aLoRA", *_BY_ROW):

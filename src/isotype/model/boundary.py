@@ -46,7 +46,7 @@ class BoundarySettings:
 
     Attributes:
         result: dtype of float outputs; None means `compute`.
-        exponent: the power of two of `"scale"`; 0 for other kinds.
+        exponent: the kind `"scale"` multiplies by 2 to the power of this number; 0 for other kinds.
     """
 
     kind: str

@@ -16,7 +16,7 @@ _TOWERS = {VISION: "image", AUDIO: "audio"}
 _MERGER = re.compile(r"(^|\.)\w*merger\w*(\.|$)")
 """Names of the projector after the blocks of Qwen's and GLM's towers. Its output has the language model's width."""
 _HEADS = ("score", "classifier", "qa_outputs")
-"""Names of the heads of transformers' classifiers and reward models, which belong to the language model."""
+"""Names of heads in transformers' classifiers and reward models. These heads belong to the part `language`."""
 
 
 class Parts:

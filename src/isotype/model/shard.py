@@ -77,7 +77,7 @@ def free_gathered(model: nn.Module) -> None:
 
 @contextmanager
 def outer_gathered(model: Any) -> Iterator[None]:
-    """In the `with` block, FSDP2 keeps the parameters outside of the blocks gathered, so that parts of a model can run."""
+    """Gather the parameters that are in no block, until the end of the `with` block. Parts of the model can then run."""
     if is_gathered(model):
         model.unshard()
     try:

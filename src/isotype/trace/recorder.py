@@ -470,11 +470,11 @@ def _is_layer(module: str) -> bool:
 
 
 def _rank(operand: Operand) -> int:
-    """Return a rank: the result takes its dtype from the operand with the lowest rank.
+    """Return an operand's rank. The operand with the lowest rank decides the dtype of the result.
 
-    Values that autocast returns in float32 have the rank -1, because a cast of their operands changes nothing. Weights and
-    other computed values have the rank 0; inputs of the step 1, because users cast them to the weights' dtype;
-    gradients 2, because they have the dtype of the forward's value; empty or filled tensors of Python code 3.
+    -1: values that autocast returns in float32, because a cast of their operands changes nothing.
+    0: weights and other computed values. 1: inputs of the step, because users cast them to the weights' dtype.
+    2: gradients, because they have the dtype of the forward's value. 3: empty or filled tensors of Python code.
     """
     kinds = {step.kind for step in operand.origin.path()}
     cause = operand.origin.cause.kind

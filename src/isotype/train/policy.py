@@ -50,7 +50,7 @@ def _require_float16_range(policy: PrecisionPolicy, ranges: Ranges | None) -> No
     """Raise PrecisionError if a module with weights above 65504 would run in float16.
 
     The policy runs linear layers and embeddings with such weights in float32. A norm with such weights is refused even if
-    its measured results fit into float16, because an update can add the weight times the learning rate.
+    its measured results fit into float16, because an update can add a multiple of the weight.
     """
     if policy.compute != torch.float16 or ranges is None:
         return

@@ -240,7 +240,7 @@ def _require_complete(
 
 
 def _blocks(weight: TensorHeader, constants: Sequence[TensorHeader]) -> Scheme:
-    """Return the scheme of mxfp4 blocks, from uint8 [..., rows, groups, 16] to dense [..., groups * 32, rows]."""
+    """Return the scheme that dequantizes mxfp4 blocks. Blocks: uint8 [..., rows, groups, 16]; result: [..., groups * 32, rows]."""
     scale, shape = constants[0], weight.shape
     fits = len(shape) > 2 and shape[-1] == 16 and scale.shape == shape[:-1] and len(constants) == 1
     what = f"{list(shape)} {weight.dtype_name} with scales {list(scale.shape)} {scale.dtype_name}"

@@ -127,7 +127,7 @@ class _Part:
 
 
 def _host(module: str, parts: Mapping[str, _Part]) -> str | None:
-    """Return the name in `parts` of the module or, if it is missing there, of the module's nearest parent; None without one."""
+    """Return the first of these names that is in `parts`: the module's, its parents' from the nearest on. Else return None."""
     return next((name for name in with_parents(plain_name(module)) if name in parts), None)
 
 

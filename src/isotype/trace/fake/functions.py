@@ -68,7 +68,7 @@ class DeviceAutocast:
         return self._there.treatment(name, args, kwargs) == "banned"
 
     def treatment(self, name: str, args: Any, kwargs: Any) -> str:
-        """Return the device's autocast list of the function `name`; "" if it is in none, or writes into `out`."""
+        """Return the autocast list that has the function `name`; "" if no list has it, or if the call has an argument `out`."""
         return "" if kwargs.get("out") is not None else self._there.treatment(name, args, kwargs)
 
     def run(self, call: Callable[[Any, Any], Any], name: str, args: Any, kwargs: Any) -> Any:

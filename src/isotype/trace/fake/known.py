@@ -51,7 +51,7 @@ class Known:
         self._values = values
 
     def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the value of an integer input of the step that is too large for `Values`."""
+        """Store the value of an integer tensor, an input of the step, if the tensor is too large for `Values`."""
         if value.numel() > LIMIT and value.dtype in (torch.int64, torch.int32):
             setattr(tensor, _INTEGERS, value)
 
