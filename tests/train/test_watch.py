@@ -152,7 +152,7 @@ def test_the_message(tmp_path: Path) -> None:
         "       |   other   float32 []   largest 0\n"
         "       |   result  float32 []   1 NaN of 1 value\n"
         "    expected  finite numbers\n"
-        "    fix       look at the batch: a mean over no labels (all labels are -100) is 0 / 0\n"
+        "    fix       check the batch: a mean over no labels (all labels are -100) is 0 / 0\n"
         "  = TMP/out/checkpoint-3 is a complete checkpoint; resume with trainer.train(resume_from_checkpoint='TMP/out/checkpoint-3')"
     )
 

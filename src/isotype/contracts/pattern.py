@@ -21,7 +21,7 @@ import torch
 
 from isotype.compat.torch import operator_schema
 
-CORRUPTS = "no error, but the returned values are wrong"
+CORRUPTS = "nothing: it returns wrong values without an error"
 """Message for operators that raise no error, but read the bytes of an operand as if they had another dtype."""
 
 # The names of a dtype in C++ messages: the type, and the scalar type.
