@@ -50,7 +50,7 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
 def test_a_holder_that_has_not_said_who_it_is(tmp_path: Path) -> None:
     with (tmp_path / LOCK_FILE).open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match="another process writes into"), only_writer(tmp_path, "x"):
+        with pytest.raises(UsageError, match="is written by another process"), only_writer(tmp_path, "x"):
             raise AssertionError("two writers")
 
 
