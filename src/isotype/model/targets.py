@@ -265,7 +265,9 @@ def _nothing_left(adapt: Adapt | None) -> UsageError:
 
 def train_parts(model: Any, adapt: Adapt | None) -> Any:
     """Freeze the weights outside of `adapt`'s parts. Return the model. Raise UsageError if no weight is left."""
-    parts, chosen = Parts(model), PARTS if adapt is None else adapt.parts
+    if adapt is None:
+        return model
+    parts, chosen = Parts(model), adapt.parts
     weights = [(parts.of(name), parameter) for name, parameter in model.named_parameters()]
     if not {part for part, _ in weights} & set(chosen):
         what, fix = f"--adapt {','.join(chosen)}", "name a part of the model, or leave --adapt out"

@@ -27,13 +27,15 @@ allenai/OLMo-core #370.
 """
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, short
 from isotype.core.operators import ADDS_IN_PLACE
-from isotype.records.trace import Call, Trace
+from isotype.records.trace import Call, Trace, Weight
 from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of
 from isotype.rules.kit.weight_sets import count, float32_masters, spacing, trained
 from isotype.rules.kit.words import op_name
@@ -57,7 +59,8 @@ def find(trace: Trace) -> Findings:
                 notes=(f"{affected}; the sums are wrong by about {100 * error:.1f} %",),
                 fixes=float32_masters(trace, weights),
             )
-    sums = ((name, call) for call in trace.calls if (name := _summed(call, trace)))
+    alike = grouped(trained(trace, *HALVES), lambda weight: (weight.shape, weight.dtype))
+    sums = ((name, call) for call in trace.calls if (name := _summed(call, alike)))
     for (name, line), rows in grouped(sums, lambda row: (row[0], row[1].source)).items():
         number, dtype = sum(call.repeats for _, call in rows), rows[0][1].operands[0].dtype
         if (error := _error(number, dtype)) >= _VISIBLE:
@@ -79,14 +82,17 @@ def _error(additions: int, dtype: torch.dtype) -> float:
 _CREATED = frozenset({"zeros", "zeros_like", "new_zeros"})
 
 
-def _summed(call: Call, trace: Trace) -> str:
-    """Return the trained weight with the shape of the new 16-bit tensor to which `call` adds; "" for other calls."""
+def _summed(call: Call, alike: Mapping[Any, Sequence[Weight]]) -> str:
+    """Return the trained weight with the shape of the new 16-bit tensor to which `call` adds; "" for other calls.
+
+    `alike`: (shape, dtype) -> trained 16-bit weights.
+    """
     adds = ADDS_IN_PLACE.match(call.op) or call.op in ("aten.add.out", "aten.addmm.out", "aten.baddbmm.out")
     into = next((operand for operand in call.operands if operand.role == "self"), None)
     if not adds or into is None or not call.source or call.phase not in ("forward", "backward"):
         return ""
     # `zeros_like(weight)` has the weight's origin in the forward, and its own name in the backward.
-    new = into.origin.kind == "parameter" or into.origin.name in _CREATED
-    like = (into.shape, into.dtype)
-    names = [w.name for w in trained(trace, *HALVES) if new and (w.shape, w.dtype) == like]
+    if into.origin.kind != "parameter" and into.origin.name not in _CREATED:
+        return ""
+    names = [weight.name for weight in alike.get((into.shape, into.dtype), ())]
     return into.origin.name if into.origin.name in names else next(iter(names), "")

@@ -105,8 +105,10 @@ def _to_empty(original: Callable[..., Any], module: nn.Module, *args: Any, **kwa
 
 def emptied_at(module: nn.Module, name: str) -> str:
     """Return the line after which nothing has set the values of a module's weight; "" if there is none."""
-    line, tensor = _emptied.get(module, ""), local(weights_in(module)[name])
-    return line if line and has_values(tensor) and tensor.numel() and tensor.isnan().all() else ""
+    if not (line := _emptied.get(module, "")):
+        return ""
+    tensor = local(weights_in(module)[name])
+    return line if has_values(tensor) and tensor.numel() and tensor.isnan().all() else ""
 
 
 def set_at(module: nn.Module, name: str) -> str:

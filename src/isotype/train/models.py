@@ -80,10 +80,12 @@ def adapted_model(
                 begin_from_error(model, checkpoint, moments_of_run(checkpoint, settings.device))
             return _with_reference(settings, model)
 
-    adds = partial(train_parts, adapt=adapt) if policy.trainable == "full" else None if late else adapted
+    adds = adapted if policy.trainable == "lora" else partial(train_parts, adapt=adapt)
     try:
         if settings.sharding is not None:
-            model = load_sharded(checkpoint, policy, adds, reshard=settings.sharding.reshard, **kwargs)
+            model = load_sharded(
+                checkpoint, policy, None if late else adds, reshard=settings.sharding.reshard, **kwargs
+            )
             base = without_peft(model)
             mark_as_sharded(base)  # `generate` then continues until every process has finished
             # If one of these were True, TRL would cast the master weights to bfloat16; for sharded parameters this cannot be
@@ -91,7 +93,7 @@ def adapted_model(
             base.is_loaded_in_4bit = base.is_loaded_in_8bit = False
         else:
             model = load(checkpoint, policy, **kwargs)
-            model = model if adds is None else adds(model)
+            model = model if late else adds(model)
         require_plain_head(model, method)
     except TypeError as error:
         if not init or "unexpected keyword argument" not in str(error):

@@ -140,6 +140,8 @@ def test_frozen_parts_of_a_model_with_images_are_not_trained(frozen: Mapping[str
     assert read({**images, "finetuning_type": "full"}).values["adapt"] == adapted
     named = {"model_name_or_path": "m", "finetuning_type": "full", "freeze_vision_tower": True}
     assert read({**named, "stage": "sft"}).values["adapt"] == "language"
+    (problem,) = read({**named, "stage": "sft", "freeze_language_model": True}).problems
+    assert problem.expected == "a part to train"
 
 
 AXOLOTL: Mapping[str, Any] = {"base_model": "m"}

@@ -182,7 +182,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         adds, averaging = ADDS_IN_PLACE.match(name), _AVERAGING.fullmatch(name)
         if (
             not self._reported
-            and QUANTIZES.match(name)
+            and _QUANTIZES.match(name)
             and (line := line_in("peft/tuners/", ("merge", "unmerge")))
         ):
             self._merge, self._reported = self._call(name, args[0], line, MERGED_WEIGHT), True
@@ -252,7 +252,7 @@ class Averages(UncompiledMode):  # type: ignore[no-untyped-call]
         self._terms.clear()
 
 
-QUANTIZES = re.compile(r"bitsandbytes\.(quantize_4bit|int8_vectorwise_quant)\b")
+_QUANTIZES = re.compile(r"bitsandbytes\.(quantize_4bit|int8_vectorwise_quant)\b")
 """Names of the operators that quantize a weight again after a merge."""
 _AVERAGING = re.compile(r"aten\.(?:_foreach_)?(?P<name>mul|div|sub|rsub|add|lerp|copy_)\.\w+")
 """Names of the operators that compute averages, except those that add to their first argument."""

@@ -60,6 +60,9 @@ def _rows(reader: Reader) -> None:
     pictures = reader.get("image_max_pixels") or any("images" in row.columns for row in rows)
     if frozen and (pictures or any(f"freeze_{part}" in reader.given for part in parts)):
         reader.values["adapt"] = ",".join(ours for part, ours in parts.items() if part not in frozen)
+        if len(frozen) == len(parts):
+            fix = "set one of them to false"
+            reader.refuse(", ".join(f"freeze_{part}: true" for part in frozen), "a part to train", fix)
     reader.use(" ".join(f"freeze_{part}" for part in parts))
 
 

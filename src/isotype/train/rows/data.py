@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from isotype.data.build import undecoded
 from isotype.data.cells import CHATS
 from isotype.data.load import load_training_data
 from isotype.data.locate import data_error, find_local
+from isotype.data.methods import Method
 from isotype.data.pictures import picture_columns, picture_problem, pictures_in
 from isotype.data.reading import Reading, parse_columns
 from isotype.train.command.settings import Settings
@@ -167,22 +168,19 @@ def _problems(settings: Settings, tokenizer: Any, split: str, rows: Any) -> Iter
             expected = "turns and images that the processor of the model accepts"
             yield Problem(f"{split}, row {at + 1}: {one_line(error)}", expected, "correct the row")
             continue
-        if settings.method.loss == "policy":
-            trainer = settings.method.trainer_class()
-            surplus = sorted(batch.keys() - inputs_of_policy(trainer))
-            # TRL (1.16) converts the processor's lists by NumPy, which has no bfloat16.
-            low = [
-                f"{name} in bfloat16"
-                for name, value in batch.items()
-                if getattr(value, "dtype", None) == torch.bfloat16
-            ]
-            if returned := surplus or low:
-                what = (
-                    f"{split}, row {at + 1}: {type(tokenizer).__name__} returns {listed(returned)} for images"
-                )
-                expected = f"outputs that {trainer.__name__} of TRL passes to the model"
-                yield Problem(what, expected, "train this model by sft, or on rows without images")
-                return
+        if settings.method.loss == "policy" and (returned := _not_passed_on(settings.method, batch)):
+            what = f"{split}, row {at + 1}: {type(tokenizer).__name__} returns {listed(returned)} for images"
+            expected = f"outputs that {settings.method.trainer_class().__name__} of TRL passes to the model"
+            yield Problem(what, expected, "train this model by sft, or on rows without images")
+            return
+
+
+def _not_passed_on(method: Method, batch: Mapping[str, Any]) -> list[str]:
+    """Return the processor's outputs that the trainer of grpo or rloo cannot pass to the model."""
+    surplus = sorted(batch.keys() - inputs_of_policy(method.trainer_class()))
+    # TRL (1.16) converts the processor's lists by NumPy, which has no bfloat16.
+    low = (name for name, value in batch.items() if getattr(value, "dtype", None) == torch.bfloat16)
+    return surplus or [f"{name} in bfloat16" for name in low]
 
 
 def fitting(
