@@ -146,7 +146,7 @@ def _capture_few_logs(plugin: Any) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What the imports have made stays to the end: no later collection looks at it again."""
     _capture_few_logs(session.config.pluginmanager.get_plugin("logging-plugin"))
-    gc.freeze()
+    _freeze()
     gc.enable()
 
 
@@ -156,9 +156,20 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     yield
     if history := sys.modules.get("isotype.trace.dtype_history"):
         history.default_dtypes.clear()  # a script sets it once; its lines are no reason in the next test
-    if nextitem is None or nextitem.path != item.path:
-        gc.collect(2)
-        gc.freeze()
+    if nextitem is None or nextitem.path != item.path or len(sys.modules) > _modules_frozen + _MANY_MODULES:
+        _freeze()
+
+
+_MANY_MODULES = 50
+_modules_frozen = 0
+
+
+def _freeze() -> None:
+    """Leave the objects of this moment out of later collections, and out of searches for objects (`model/walk.py`)."""
+    global _modules_frozen
+    gc.collect(2)
+    gc.freeze()
+    _modules_frozen = len(sys.modules)
 
 
 @pytest.hookimpl(tryfirst=True)

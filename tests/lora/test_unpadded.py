@@ -22,6 +22,7 @@ from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import fake_inputs, fake_mode
 from tests.cpus import no_compiler
 from tests.models import CONFIGS, tiny_model
+from tests.pairwise import pairwise
 from tests.zoo import ARCHITECTURES
 from tests.zoo.causal import SETTINGS
 from tests.zoo.shrink import tiny_config as zoo_config
@@ -109,8 +110,8 @@ def test_models_are_known_by_what_they_compute(name: str, sides: frozenset[str])
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "sides"),
+@pairwise(
+    ["kind, settings, sides", "spread"],
     [
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, frozenset()),
         ("falcon_h1", {}, frozenset()),
@@ -118,8 +119,9 @@ def test_models_are_known_by_what_they_compute(name: str, sides: frozenset[str])
         ("recurrent_gemma", {"block_types": ["recurrent", "attention"]}, frozenset()),
         ("deepseek_v3", {}, BOTH),
     ],
+    [0.02, 0.2],
+    strength=1,
 )
-@pytest.mark.parametrize("spread", [0.02, 0.2])
 def test_weak_states_keep_the_padding(
     kind: str, settings: dict[str, Any], sides: frozenset[str], spread: float
 ) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 
 import isotype
+from tests.pairwise import pairwise
 from tests.reality import real_step
 from tests.rules.traces import BF16, found, traced, verified
 
@@ -76,11 +76,16 @@ def test_a_cast_of_a_batch_norm_includes_its_statistics() -> None:
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": BF16}
 
 
-@pytest.mark.parametrize("device", ["cpu", "h100"])
-@pytest.mark.parametrize("autocast", [None, "float16"])
-@pytest.mark.parametrize("functional", [False, True])
+@pairwise(
+    "device, autocast, functional, weight, statistics",
+    ["cpu", "h100"],
+    [None, "float16"],
+    [False, True],
+    FLOATS,
+    FLOATS,
+)
 def test_statistics_are_cast_themselves_because_a_batch_norm_updates_them(
-    device: str, autocast: str | None, functional: bool
+    device: str, autocast: str | None, functional: bool, weight: str, statistics: str
 ) -> None:
     class Norm(nn.BatchNorm2d):
         def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
@@ -91,34 +96,31 @@ def test_statistics_are_cast_themselves_because_a_batch_norm_updates_them(
                 else super().forward(input)
             )
 
-    for weight, statistics in product(FLOATS, FLOATS):
-        norm = Norm(4).to(FLOATS[weight])
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        norm.running_mean, norm.running_var = (
-            b.to(FLOATS[statistics]) for b in (norm.running_mean, norm.running_var)
+    norm = Norm(4).to(FLOATS[weight])
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    norm.running_mean, norm.running_var = (
+        b.to(FLOATS[statistics]) for b in (norm.running_mean, norm.running_var)
+    )
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm)
+    report = isotype.check(model, {"input": PICTURES}, device=device, autocast=autocast, scaler=False)
+    wrong = [
+        name for name, dtype in {"weight": weight, "running_mean": statistics}.items() if dtype != "float32"
+    ]
+    taken = {weight, statistics} == {autocast} or not wrong
+    errors = [finding for finding in report.errors if finding.code == "IST110"]
+    assert bool(errors) != taken
+    for finding in errors:
+        causes = [f"{'the buffer ' * (name != 'weight')}1.{name} is " for name in wrong]
+        assert finding.cause.startswith(tuple(causes))
+        to = (
+            autocast
+            if autocast in (weight, statistics) and "float32" not in (weight, statistics)
+            else "float32"
         )
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), norm)
-        report = isotype.check(model, {"input": PICTURES}, device=device, autocast=autocast, scaler=False)
-        wrong = [
-            name
-            for name, dtype in {"weight": weight, "running_mean": statistics}.items()
-            if dtype != "float32"
-        ]
-        taken = {weight, statistics} == {autocast} or not wrong
-        errors = [finding for finding in report.errors if finding.code == "IST110"]
-        assert bool(errors) != taken
-        for finding in errors:
-            causes = [f"{'the buffer ' * (name != 'weight')}1.{name} is " for name in wrong]
-            assert finding.cause.startswith(tuple(causes)), (weight, statistics)
-            to = (
-                autocast
-                if autocast in (weight, statistics) and "float32" not in (weight, statistics)
-                else "float32"
-            )
-            assert any(f" to {to}" in fix.description and fix.verified for fix in finding.fixes)
-            copied = any(fix.description.startswith("cast the operands") for fix in finding.fixes)
-            assert not (copied and statistics != to), (weight, statistics)
+        assert any(f" to {to}" in fix.description and fix.verified for fix in finding.fixes)
+        copied = any(fix.description.startswith("cast the operands") for fix in finding.fixes)
+        assert not (copied and statistics != to)
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])

@@ -10,6 +10,7 @@ import isotype
 from isotype.records.finding import Finding
 from isotype.records.trace import Failure
 from isotype.rules.ist199_not_traced import is_about_dtypes
+from tests.pairwise import pairwise
 from tests.rules import samples
 from tests.rules.traces import found, of_llama, traced
 from tests.small import BF16
@@ -227,10 +228,13 @@ def test_nested_tensors_are_not_traced(layout: torch.layout, inside: bool) -> No
 
 
 @pytest.mark.real_cpu
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", torch.optim.SparseAdam])
-@pytest.mark.parametrize("embedding", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("dense", [False, True])
+@pairwise(
+    "optimizer, embedding, sparse, dense",
+    ["adamw", "sgd", torch.optim.SparseAdam],
+    [nn.Embedding, nn.EmbeddingBag],
+    [False, True],
+    [False, True],
+)
 def test_optimizers_that_refuse_the_layout_of_gradients(
     optimizer: Any, embedding: Any, sparse: bool, dense: bool
 ) -> None:

@@ -15,6 +15,7 @@ from isotype.contracts.measure import EXAMPLES, REFUSALS, combinations, overload
 from isotype.contracts.pattern import FLOAT_DTYPES
 from isotype.core.errors import first_line
 from tests.cpus import MACHINE, seeing
+from tests.pairwise import pairwise
 from tests.reality import real_step
 from tests.rules.traces import BF16, FP32, traced
 
@@ -90,9 +91,12 @@ class Projected(nn.Module):
 
 
 @pytest.mark.real_cpu
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("view", ["sliced", "expanded", "moved", "plain"])
-@pytest.mark.parametrize("shape", [(2, 4, 16), (2, 3, 4, 16), (3, 2, 16)])
+@pairwise(
+    "dtype, view, shape",
+    [BF16, FP32],
+    ["sliced", "expanded", "moved", "plain"],
+    [(2, 4, 16), (2, 3, 4, 16), (3, 2, 16)],
+)
 def test_a_layer_behind_a_view_is_quoted_word_for_word(
     dtype: torch.dtype, view: str, shape: tuple[int, ...]
 ) -> None:

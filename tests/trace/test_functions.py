@@ -19,6 +19,7 @@ from isotype.trace.fake import functions
 from isotype.trace.fake.functions import Functions
 from isotype.trace.fake.recorder import FakeRecorder
 from isotype.trace.fake.twin import fake_inputs, fake_mode
+from tests.pairwise import pairwise
 from tests.small import BF16, FP16, FP32
 
 NAMES = {"cuda": "h100", "rocm": "mi300x"}
@@ -362,10 +363,11 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x)[0])  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("device", ["cpu", "t4"])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-@pytest.mark.parametrize(
-    ("weights", "data"), [(BF16, FP32), (FP32, BF16), (FP32, torch.float64), (FP16, FP32)]
+@pairwise(
+    ["weights, data", "kind", "device"],
+    [(BF16, FP32), (FP32, BF16), (FP32, torch.float64), (FP16, FP32)],
+    ["LSTM", "GRU", "RNN"],
+    ["cpu", "t4"],
 )
 def test_a_recurrent_layer_refuses_an_input_of_another_dtype(
     weights: torch.dtype, data: torch.dtype, kind: str, device: str

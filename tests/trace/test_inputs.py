@@ -14,6 +14,7 @@ import isotype
 from isotype.records.trace import Call, Trace
 from isotype.trace.fake.code import named_tensors
 from tests.models import tiny_model
+from tests.pairwise import pairwise
 from tests.rules.traces import traced
 from tests.small import BF16, WIDTH
 
@@ -187,9 +188,12 @@ def test_a_dataclass_with_slots_is_looked_into() -> None:
     assert [name for name, _ in named_tensors({"batch": Slotted(X, 1)}, "given")] == ["given['batch'].x"]
 
 
-@pytest.mark.parametrize("phase", ["forward", "evaluate"])
-@pytest.mark.parametrize(("rows", "length"), [(4, 128), (20, 900)], ids=["few tokens", "many tokens"])
-@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pairwise(
+    ["kind", "rows, length", "phase"],
+    ["padded", "packed"],
+    [pytest.param(4, 128, id="few tokens"), pytest.param(20, 900, id="many tokens")],
+    ["forward", "evaluate"],
+)
 def test_the_masks_of_padding_and_of_documents_are_counted(
     kind: str, rows: int, length: int, phase: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from torch import nn
 
 from isotype.rules import judge
 from isotype.trace.dtype_history import default_dtypes, remembered
-from isotype.trace.script import dtype_reasons, misspelt_arguments
+from isotype.trace.script import dtype_reasons, misspelt_arguments, script_files
 from tests.rules.samples import trace, weight
 
 CODE = """
@@ -70,6 +71,20 @@ def test_arguments_of_a_model_may_be_the_users_own(
     call: str, meant: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _meant(call, tmp_path, monkeypatch) == meant
+
+
+def test_a_script_that_was_written_again_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = ModuleType("a_script")
+    script.__file__ = str(tmp_path / "script.py")
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    for text in ("first = 1\n", "the_second = 2\n"):
+        Path(script.__file__).write_text(text, encoding="utf-8")
+        linecache.checkcache(script.__file__)
+        codes = [code for module, code in script_files() if module is script]
+        assert codes == [text]
+        assert next(code for module, code in script_files() if module is script) is codes[0]
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from isotype.records.request import LossOf
 from isotype.train import training
 from isotype.train.preflight.synthetic import step_inputs
 from tests.measured_step import measure_step
+from tests.pairwise import pairwise
 from tests.parsed import parse_settings
 from tests.train.test_trainer import adapted, trainer_of
 from tests.train.tiny import rows, save_chat_model, save_rows
@@ -220,9 +221,7 @@ def holder(model: Any, **more: Any) -> Any:
     return SimpleNamespace(model=model, **{**known, **more})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("items", [None, 5])
+@pairwise("family, shifted, items", FAMILIES, [False, True], [None, 5])
 def test_families_as_with_trl(family: str, shifted: bool, items: int | None, calls: list[Any]) -> None:
     outputs, gradients = [], []
     for own in (True, False):

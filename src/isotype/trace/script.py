@@ -28,7 +28,14 @@ def script_files() -> Iterator[tuple[ModuleType, str]]:
     for name in ("__main__", *_names_in_script(len(sys.modules), next(reversed(sys.modules)))):
         module = sys.modules.get(name)
         if module is not None and (file := _file_in_script(name, module)):
-            yield module, "".join(linecache.getlines(file))
+            lines = linecache.getlines(file)
+            if (known := _codes.get(file)) is None or known[0] is not lines:
+                known = _codes[file] = lines, "".join(lines)
+            yield module, known[1]
+
+
+_codes: dict[str, tuple[list[str], str]] = {}
+"""File -> the list of its lines in `linecache`, and the code. A string keeps its hash, so one string per file is fast."""
 
 
 @lru_cache(maxsize=1)
@@ -104,11 +111,11 @@ def cast_by_evaluation(dtype: torch.dtype, lines: Iterable[str]) -> str:
 
 @cache
 def _calls(code: str) -> tuple[tuple[str, ast.Call], ...]:
-    """Return each call of a class in the code, with the class's name."""
+    """Return each call of a class with keyword arguments in the code, with the class's name."""
     if not any(name in code for name in ("transformers", "diffusers")):
         return ()
     try:
-        calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords]
     except SyntaxError:
         return ()  # a notebook
     named = ((getattr(call.func, "id", getattr(call.func, "attr", "")), call) for call in calls)
