@@ -192,6 +192,10 @@ def _operator_namespaces(module: Module) -> frozenset[str]:
 
 def _overrides(node: ast.ClassDef, module: Module, sources: Sources) -> Iterator[tuple[int, str]]:
     """Private methods of another library's that a class overrides."""
+    functions = [part for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)]
+    methods = [method for method in functions if _is_private(method.name)]
+    if not methods:
+        return
     above = [name for base in node.bases if (name := dotted_name(base)) is not None]
     of_ours = [sources.definition(module, name) for name in above]
     elsewhere = any(name is None for name in of_ours) and above != ["Protocol"]
@@ -204,9 +208,7 @@ def _overrides(node: ast.ClassDef, module: Module, sources: Sources) -> Iterator
         and dotted_name(part.func.value.func) == "super"
     }
     used = _used(sources)
-    for method in node.body:
-        if not isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) or not _is_private(method.name):
-            continue
+    for method in methods:
         inherited = any(owner and sources.method(owner, method.name) for owner in of_ours)
         if not inherited and (method.name in called or (elsewhere and method.name not in used)):
             yield method.lineno, f".{method.name}"
