@@ -9,16 +9,12 @@ import pytest
 import torch
 
 import isotype
-from isotype.core.names import format_bytes
 from isotype.precision.devices.profile import device_profile
 from isotype.records.finding import Cost
 from isotype.report.check.cost import autocast_words, roofline_words, seconds_words
 from isotype.report.check.record import Record
 from isotype.report.check.text import cost_clauses, to_text
-from isotype.rules.ist605_memory import unquantized_experts
 from isotype.rules.kit.costs import step_time
-from isotype.train.models import weightless_model
-from tests.adapters import lora_config
 from tests.report.check_samples import clean
 from tests.rules.samples import call, operand, trace
 from tests.rules.traces import on
@@ -62,28 +58,6 @@ def test_the_report_names_the_devices() -> None:
     assert "which keep gathered weights for the backward" in told(devices=8, fsdp=2, reshard=False)
     assert "DDP on 2 devices, each with all weights" in told(devices=2)
     assert "the number of devices, so the memory figures are for one device" in told(fsdp=2)
-
-
-def test_experts_that_no_quantizer_reaches_are_counted() -> None:
-    import transformers
-
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=33, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    policy = isotype.resolve_precision(
-        config, dtype="bfloat16", quantization="nf4", device="h100", trainable="lora"
-    )
-    model = weightless_model(config, policy, lora=lora_config(r=2))
-    report = isotype.check(model, {"input_ids": ids()["ids"]}, policy, verify=False, phases=("forward",))
-    (told,) = unquantized_experts(report.trace)
-    # Gate and up together are 33 blocks an expert, down is 16.5.
-    size = 2 * (4 * 33 * 32) * 2
-    assert (
-        told
-        == f"2 stacked expert weights ({format_bytes(size)}) stay in bfloat16: an expert has 1,056 values, which is not a multiple of the block size 64"
-    )
-    assert "stay in bfloat16" in to_text(report, 500)
 
 
 def test_the_least_time_of_products_by_hand() -> None:

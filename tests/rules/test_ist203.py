@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import peft
 import torch
+import transformers
 from torch import nn
 
+from isotype.records.finding import Finding
 from tests.rules.traces import BF16, FP32, batch, cast, found, llama, of_llama, traced, verified
 
 RULE = "ist203_upcast_parts"
@@ -63,3 +69,40 @@ def test_one_dtype_throughout() -> None:
 
 def test_norms_alone_are_too_small() -> None:
     assert found(RULE, traced(cast(llama(), FP32, ("norm",)), batch(), autocast=BF16)) == []
+
+
+def of_experts(path: Path, width: int, **options: Any) -> list[Finding]:
+    """Findings about a mixture of experts of `width` that transformers has loaded with bitsandbytes."""
+    config = transformers.OlmoeConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=width, num_hidden_layers=2, num_attention_heads=1,
+        num_key_value_heads=1, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    transformers.OlmoeForCausalLM(config).to(BF16).save_pretrained(path)
+    quantization = transformers.BitsAndBytesConfig(**options)
+    base = transformers.AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    return found(RULE, traced(model, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, autocast=BF16))
+
+
+def test_experts_that_a_quantizer_of_transformers_leaves_in_16_bits(tmp_path: Path) -> None:
+    """bitsandbytes-foundation/bitsandbytes #1849."""
+    (finding,) = of_experts(tmp_path, 64, load_in_8bit=True)
+    values = 2 * 4 * 3 * 64 * 16
+    assert finding.message == (
+        f"4 stacked expert weights are bfloat16 in a model that is quantized to int8: {values / 1024:.1f} KiB more memory"
+    )
+    assert (finding.severity, finding.phase) == ("warning", "load")
+    assert finding.cost is not None
+    assert finding.cost.memory_bytes == values
+    assert finding.fixes[0].description == "load the model with isotype.load"
+
+
+def test_experts_that_no_format_can_store_are_a_note(tmp_path: Path) -> None:
+    (finding,) = of_experts(tmp_path, 33, load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    assert (finding.severity, finding.fixes) == ("note", ())
+    assert finding.message.startswith(
+        "4 stacked expert weights are bfloat16 in a model that is quantized to nf4"
+    )
+    assert finding.cause.startswith(
+        "an expert has 1,056 values, which is not a multiple of the block size 64; an"
+    )

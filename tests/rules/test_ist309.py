@@ -17,7 +17,7 @@ import isotype
 from isotype.model.adapters import unmatched
 from isotype.model.recompute import idle_checkpoints
 from tests.rules.samples import adapter, trace, weight
-from tests.rules.traces import found, llama, traced
+from tests.rules.traces import batch, found, llama, traced
 
 RULE = "ist309_not_trained"
 
@@ -172,3 +172,54 @@ def test_experts_that_have_no_adapters_beside_linear_layers_that_have() -> None:
     adapted = [replace(stack, name=stack.name.replace(".", ".base_layer.")) for stack in stacks]
     assert list(found(RULE, trace([*adapted, *adapters]))) == []
     assert list(found(RULE, trace(stacks))) == []
+
+
+class Tower(nn.Module):
+    """A frozen encoder, whose first layer's output may require a gradient, and a trained head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]).requires_grad_(False)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.encoder(x)).sum()
+        return out
+
+
+def of_tower(tower: Tower) -> list[Any]:
+    return found(RULE, traced(tower, {"x": torch.ones(4, 8)}))
+
+
+def test_a_backward_through_a_frozen_tower() -> None:
+    tower = Tower()
+    assert of_tower(tower) == []
+    hook = tower.encoder[0].register_forward_hook(lambda *arguments: arguments[2].requires_grad_(True))
+    (finding,) = of_tower(tower)
+    # Forward: 3 products of the encoder and 1 of the head; backward: 2 of the encoder and 2 of the head, each a fourth of one.
+    assert finding.message == "35 % of the FLOPs are a backward through frozen layers, which trains nothing"
+    assert finding.places == ("encoder.2", "encoder.1")
+    assert finding.cause.startswith(
+        "the output of encoder.0 is made to require a gradient at test_ist309.py:"
+    )
+    assert finding.fixes[0].description.endswith("encoder.forward = torch.no_grad()(encoder.forward)")
+    tower.encoder.forward = torch.no_grad()(tower.encoder.forward)
+    assert of_tower(tower) == []
+    hook.remove()
+    tower = Tower()
+    tower.encoder[0].requires_grad_(True)
+    assert of_tower(tower) == []
+
+
+def test_a_backward_through_the_layers_below_the_first_adapter() -> None:
+    model = llama(lora=False, layers=2)
+    model.enable_input_require_grads()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1])
+    (finding,) = found(RULE, traced(peft.get_peft_model(model, config), batch()))
+    assert finding.message.endswith("a backward through frozen layers, which trains nothing")
+    assert all(".layers.0." in place for place in finding.places)
+    assert finding.fixes[0].description.startswith("do not call enable_input_require_grads()")
+    lowest = peft.LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[0])
+    model = llama(lora=False, layers=2)
+    model.enable_input_require_grads()
+    assert found(RULE, traced(peft.get_peft_model(model, lowest), batch())) == []

@@ -109,16 +109,12 @@ def why_dense(shape: Iterable[int], storage: str) -> str | None:
 def why_kept(weights: Iterable[tuple[str, Iterable[int]]], storage: str) -> str:
     """Return the reason why 3-D weights stay in a float dtype in a model that is quantized to `storage`."""
     form = storage if storage in FORMATS else "int8"
-    reasons = {why_dense(shape, form) if EXPERT.search(name) else _OTHER for name, shape in weights}
-    (reason,) = reasons if len(reasons) == 1 else (None,)
-    if reason == _OTHER:
-        return f"{storage} {_OTHER}"
-    return (
-        reason or "the tool that quantized the model did not quantize them (isotype.load quantizes experts)"
-    )
+    other = f"{storage} quantizes only linear layers and experts"
+    reasons = {why_dense(shape, form) if EXPERT.search(name) else other for name, shape in weights}
+    return BY_TOOL if None in reasons else "; ".join(sorted(filter(None, reasons)))
 
 
-_OTHER = "quantizes only linear layers and experts"
+BY_TOOL = "the tool that quantized the model did not quantize them (isotype.load quantizes experts)"
 
 
 STORED: Mapping[str, str] = {

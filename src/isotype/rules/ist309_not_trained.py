@@ -10,11 +10,14 @@
 - Some of the names in PEFT's `target_modules` or `modules_to_save` match no module.
 - Linear layers have adapters, but stacked experts (one parameter for all experts) do not. PEFT's `all-linear` adapts the experts of
   Qwen3-MoE, but not the experts of gpt-oss. The rule reports experts without adapters only as a note, because this may be intended.
+- The outputs of an embedding require gradients (`enable_input_require_grads()`), but the layers above it have no trained weight: a frozen
+  vision tower, or the layers below the first one with an adapter. The backward then runs through these layers without effect.
 - Gradient checkpointing is enabled, but the model is in eval mode. `from_pretrained` returns models in eval mode. Layers of transformers
   use gradient checkpointing only in training mode.
 
 **Why it is bad.** No error is raised, but a parameter that should be trained never changes, or a parameter that should be frozen changes.
-The gradients of parameters without an optimizer cost memory and time. In eval mode, the backward keeps all activations, and dropout is off.
+The gradients of parameters without an optimizer cost memory and time, and so does a backward through frozen layers. In eval mode, the
+backward keeps all activations, and dropout is off.
 
 **An example that costs**
 
@@ -30,24 +33,29 @@ The gradients of parameters without an optimizer cost memory and time. In eval m
 
 **What is not reported.** The rule ignores parameters that have a master copy which an optimizer updates. `isotype check` knows only the
 optimizer of a trainer (`trainer.optimizer`) and the argument `optimizer=`. Only `isotype run` reports gradient checkpointing in eval mode,
-because `isotype check` does not see calls of `eval()`.
+because `isotype check` does not see calls of `eval()`. A backward without effect is reported from 1 % of the step's FLOPs.
 
 **How safe is the fix?** The fix is safe: you edit the code so that the setting has the effect that it describes. If more parameters are
 trained, the step takes more memory. `model.train()` also enables dropout.
 
 **Seen in** microsoft/nni #4521; zjunlp/HVPNeT #5; CSCYQJ/MICCAI23-ProtoContra-SFDA #18; udacity/deep-learning-v2-pytorch #12;
-huggingface/diffusers #4733; huggingface/trl #6773, #6775; bghira/SimpleTuner #766; huggingface/diffusers #9850; huggingface/peft #1303.
+huggingface/diffusers #4733; huggingface/trl #6773, #6775; bghira/SimpleTuner #766; huggingface/diffusers #9850; huggingface/peft #1303;
+modelscope/ms-swift #10214.
 """
 
 import math
+import re
 from functools import partial
 
-from isotype.core.names import EXPERT, distinct_names, grouped, listed, plural
+from isotype.core.names import EXPERT, distinct_names, grouped, in_module, listed, plural, short, with_parents
 from isotype.records.finding import Finding
 from isotype.records.trace import Trace
-from isotype.rules.kit.findings import Findings, advice, finding_of
+from isotype.rules.kit import costs
+from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of
 from isotype.rules.kit.weight_sets import count, counted, is_frozen_base, names, trained
 from isotype.rules.kit.words import and_others
+
+_LAYER = re.compile(r".*?\.\d+(?=\.|$)")
 
 
 def find(trace: Trace) -> Findings:
@@ -93,6 +101,7 @@ def find(trace: Trace) -> Findings:
             cause=f"{listed(trace.idle_checkpoints, 1)}: gradient_checkpointing is True, but training is False",
             fixes=(advice("train", "call model.train() before the first step, which also enables dropout"),),
         )
+    yield from _backward_of_frozen(trace)
     stacks = [w for w in trace.weights if len(w.shape) == 3 and EXPERT.search(w.name) and is_frozen_base(w)]
     frozen = [weight for weight in stacks if ".base_layer." not in weight.name]
     if frozen and any(weight.adapter for weight in trace.weights):
@@ -106,3 +115,38 @@ def find(trace: Trace) -> Findings:
             cause="stacked experts are parameters, not linear layers",
             fixes=(advice("target_parameters", how),),
         )
+
+
+def _backward_of_frozen(trace: Trace) -> Findings:
+    """Yield a finding about a backward below all trained weights, which runs because code makes activations require gradients."""
+    required = [call for call in trace.calls if call.op == "torch.Tensor.requires_grad_"]
+    trainable = {(name, weight.shape): weight for name, weight in trace.owners.items() if weight.trainable}
+    forward, backward = ([c for c in trace.calls if c.phase == phase] for phase in ("forward", "backward"))
+    uses = (c for c in forward if any((o.origin.name, o.shape) in trainable for o in c.operands))
+    used = {item.module for item in (*uses, *trainable.values())}
+    last = max((number for number, call in enumerate(backward) if call.module in used), default=None)
+    if not required or last is None:
+        return
+    layers = set(map(_layer, used))
+    idle = [call for call in backward[last + 1 :] if call.flops and _layer(call.module) not in layers]
+    share = costs.flops_share(trace, idle)
+    if share >= 0.01:
+        parents = set(with_parents(idle[-1].module))
+        start = max(required, key=lambda call: len(parents.intersection(with_parents(call.module))))
+        part = max(set.intersection(*(set(with_parents(call.module)) for call in (start, *idle))), key=len)
+        how = f"run the frozen part without gradients: {part}.forward = torch.no_grad()({part}.forward)"
+        if any(in_module(module, part) for module in used):
+            how = "do not call enable_input_require_grads(), which gradient checkpointing with use_reentrant=False does not need"
+        yield finding_at(
+            "warning",
+            f"{100 * share:.0f} % of the FLOPs are a backward through frozen layers, which trains nothing",
+            idle,
+            cause=f"the output of {start.module} is made to require a gradient at {short(start.source)}, but no weight is trained before {idle[0].module}",
+            notes=("the activations of these layers also stay in memory for the backward",),
+            fixes=(advice("requires_grad", how),),
+        )
+
+
+def _layer(module: str) -> str:
+    """Return the outermost layer (`model.layers.0`) with a module. Without a layer, return the module around it."""
+    return match[0] if (match := _LAYER.match(module)) else module.rpartition(".")[0]

@@ -52,8 +52,7 @@ from typing import NamedTuple
 import torch
 
 from isotype.core.dtypes import HALVES, dtype_name
-from isotype.core.formats import why_kept
-from isotype.core.names import format_bytes, grouped, plural, stacked
+from isotype.core.names import format_bytes, grouped, plural
 from isotype.core.optimizers import state_bytes
 from isotype.records.finding import Action, Cost, Finding, Fix
 from isotype.records.memory import BETWEEN_STEPS, Phase
@@ -62,7 +61,7 @@ from isotype.records.trace import Trace, Weight
 from isotype.rules.ist806_router import router_products
 from isotype.rules.kit import costs
 from isotype.rules.kit.findings import Findings, Fixes
-from isotype.rules.kit.weight_sets import count, counted, is_frozen_base, quantized
+from isotype.rules.kit.weight_sets import count, is_frozen_base
 
 KIND = "memory"
 
@@ -110,22 +109,11 @@ def find(trace: Trace) -> Findings:
         notes=(
             ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds if size >= peak / 100),
             *([f"not enough, even together: {small}"] if small and not fixes else []),
-            *unquantized_experts(trace),
             *largest_tensors(trace),
         ),
         fixes=fixes,
         cost=Cost(memory_bytes=over),
     )
-
-
-def unquantized_experts(trace: Trace) -> Iterator[str]:
-    """If the experts of a quantized model are not quantized, yield a sentence with their names and the reason."""
-    formats = {state.format for _, state in quantized(trace)}
-    experts, size = costs.dense_stacks(trace)
-    if formats and experts:
-        number = counted(experts, stacked(weight.name for weight in experts))
-        why = why_kept(((weight.name, weight.shape) for weight in experts), " and ".join(sorted(formats)))
-        yield f"{number} ({format_bytes(size)}) stay in {dtype_name(experts[0].dtype)}: {why}"
 
 
 def largest_tensors(trace: Trace) -> Iterator[str]:

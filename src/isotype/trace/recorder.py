@@ -375,13 +375,15 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
                 self.cuts.setdefault(id(getattr(end, "variable", None)), source)
 
     def set_trainable(self, func: Any, *args: Any) -> None:
-        """Record the line that freezes or unfreezes a parameter by `func(*args)`; with PEFT, the line that calls PEFT."""
+        """Record the line that freezes or unfreezes a tensor by `func(*args)`; with PEFT, the line that calls PEFT."""
         sets = getattr(func, "__self__", None) is torch.Tensor.requires_grad and len(args) > 1
         if not sets and func is not torch.Tensor.requires_grad_:
             return
         tensor, value = (*args, True)[:2]
         if value:
             self.frozen.pop(id(tensor), None)
+            if self.phase == "forward" and not tensor.requires_grad and id(tensor) not in self.names:
+                self.note("torch.Tensor.requires_grad_", [("self", tensor)])
         elif tensor.requires_grad and id(tensor) in self.names:
             frames = (frame for frame, _ in walk_stack(asking_frame()))
             frame = next(f for f in frames if "peft" not in f.f_globals.get("__name__", "").split("."))

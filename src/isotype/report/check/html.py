@@ -32,7 +32,6 @@ from isotype.report.check.text import (
 )
 from isotype.report.html import axis, package_file, palette_css, render, stacked, stacked_areas
 from isotype.report.text import format_duration, format_flops, format_share, short_source
-from isotype.rules.ist605_memory import unquantized_experts
 
 Content = dict[str, object]
 
@@ -252,7 +251,6 @@ def _setup(report: Record) -> list[tuple[str, str]]:
         ("phases", ", ".join(setup.phases)),
         *((name, " × ".join(map(str, shape)) or "a scalar") for name, shape in setup.batch.items()),
         ("details", "; ".join(setup.details)),
-        ("weights", "; ".join(unquantized_experts(report.trace))),
         *time_rows(report),
         ("contracts", judged_by(profile)),
         ("value ranges", ranges_words(report)),

@@ -33,7 +33,6 @@ from isotype.report.check.cost import (
 from isotype.report.check.map import layer_counts, split_layer
 from isotype.report.check.record import Outlook, Record, Status, repair_outlook
 from isotype.report.text import format_share, short_source, width_of
-from isotype.rules.ist605_memory import unquantized_experts
 
 Line = tuple[tuple[str, str], ...]
 
@@ -327,11 +326,9 @@ class _Writer:
 
     def _numbers(self) -> list[tuple[str, str]]:
         report, setup = self.report, self.report.trace.setup
-        weights = [("weights", words) for words in unquantized_experts(report.trace)]
         if not self.whole:
             return [
                 ("memory", parts_words(report)),
-                *weights,
                 ("FLOPs", flops_words(report)),
                 *(row for row in trust(report) if row[0] != "note"),
                 ("-v", f"prints memory and time in detail{_left_out(report)}"),
@@ -340,7 +337,6 @@ class _Writer:
             ("data", setup.data),
             ("ranges", ranges_words(report)),
             ("memory", memory_words(report)),
-            *weights,
             ("FLOPs", flops_words(report)),
             *time_rows(report),
             ("contracts", judged_by(setup.profile)),
