@@ -123,7 +123,7 @@ def _backward_of_frozen(trace: Trace) -> Findings:
     trainable = {(name, weight.shape): weight for name, weight in trace.owners.items() if weight.trainable}
     forward, backward = ([c for c in trace.calls if c.phase == phase] for phase in ("forward", "backward"))
     uses = (c for c in forward if any((o.origin.name, o.shape) in trainable for o in c.operands))
-    used = {item.module for item in (*uses, *trainable.values())}
+    used = {call.module for call in uses} | {weight.module for weight in trainable.values()}
     last = max((number for number, call in enumerate(backward) if call.module in used), default=None)
     if not required or last is None:
         return

@@ -738,7 +738,7 @@ losses = [F.cross_entropy(F.linear(part, model.lm_head.weight), labels) for part
             (
                 "|   parameter  bfloat16  [32, 8]   embed.weight",
                 "|   exp_avg  float32  [32, 8]",
-                "= help   create the optimizer after the last cast of the model, or load its state again; if only",
+                "= help   create the optimizer after the last cast of the model, or cast its states to the dtypes",
             ),
         ),
         (  # jsikyoon/dreamer-torch #2, SheldonTsui/GOF_NeurIPS2021 #2

@@ -117,7 +117,7 @@ def _help(error: BaseException, source: str, optimizes: bool, dtypes: set[torch.
     if "ScalarType BFloat16" in str(error):
         return f"NumPy has no bfloat16: write .float() before .numpy() at {short(source)}"
     if optimizes:
-        return "create the optimizer after the last cast of the model, or load its state again; if only a validation needs the cast, cast a copy of the model"
+        return "create the optimizer after the last cast of the model, or cast its states to the dtypes of their parameters; if only a validation needs the cast, cast a copy of the model"
     place = f"before {short(source)} gets them" if in_library(source) else f"at {short(source)}"
     return f"cast the tensors to one dtype {place}" if len(dtypes) > 1 else ""
 
