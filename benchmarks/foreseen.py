@@ -3,15 +3,15 @@
 Of each set-up (drawn by seed: architecture, method, storage, dtype, adapters, packing, checkpointing, accumulation, optimizer, evaluation)
 `isotype check` is asked for the peak, and the command is run: two steps and, if it evaluates, one evaluation. *Real* is the peak of what
 torch's allocator holds on this CPU from the beginning of `Trainer.train` to its end: the bytes of all tensors that are alive when it begins,
-and what the allocator (torch.profiler) hands out and takes back from there; pictures lie in NumPy's memory and are
-not among it, although `isotype check` counts them. Models are random, of tens of MiB a step, so that a MiB does not
-matter; each set-up runs in a process forked from one that has imported the libraries.
+and what the allocator (torch.profiler) hands out and takes back from there. The largest batches of pictures, which lie in NumPy's memory, are
+added. Models are random, of tens of MiB a step, so that a MiB does not matter; each set-up runs in a process forked from one that has imported the libraries.
 
 Run: python benchmarks/foreseen.py --seed 1 --count 70 [--only sft none …] [--jobs 2] [--json FILE]. Prints a line per set-up, the shares
 within 5 and 10 %, and of what is off the settings that it has in common. Ends with 1 where fewer than 95 % are within 5 %, or one is not within 10 %.
 `--experts` runs a fixed list of mixtures instead, of every storage (mxfp4 of gpt-oss, whose experts it writes as blocks).
 `--wide` draws from every method, more architectures, images, compiled models and unfused layers, `--padded` also
-of rows with several lengths (their ratios are not recorded).
+of rows with several lengths, `--medium` draws larger mixtures of experts and models with images (their ratios are not recorded). The experts
+of `--medium` all get equally many tokens, as a check assumes.
 `--at SEED/NUMBER …` runs some of the set-ups again, `--kinds` prints what the foreseen peak is made of.
 """
 
@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partialmethod
 from itertools import accumulate
@@ -37,7 +37,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from random_setups import Setup, command_of, draw, draw_padded, draw_wide, mixtures, save_model, save_rows
+from random_setups import (
+    Setup,
+    command_of,
+    draw,
+    draw_medium,
+    draw_padded,
+    draw_wide,
+    mixtures,
+    save_model,
+    save_rows,
+)
 from records import keep_foreseen
 from results import ROOT, Measure, append, parsed
 
@@ -71,8 +81,10 @@ def foreseen(command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def real(command: Sequence[str]) -> dict[str, Any]:
+def real(command: Sequence[str], even: bool = False) -> dict[str, Any]:
     """The peak of what the allocator holds while the command trains.
+
+    `even` gives all experts equally many tokens, as a check assumes.
 
     Left out is the copy of the model on which the wiring is measured before the first step: at most 64 MiB of the host's memory, gone
     before the step begins, and more than these small steps take.
@@ -81,21 +93,37 @@ def real(command: Sequence[str]) -> dict[str, Any]:
     import transformers
 
     from isotype.cli.main import main
+    from isotype.model.experts import layer
     from isotype.preflight import run
 
     preflight: Any = run
+    experts: Any = layer
+    output_of_experts = experts.experts_output
+
+    def evenly(spec: Any, x: Any, index: Any, *others: Any) -> Any:
+        turns = torch.arange(index.numel()).view(index.shape) % spec.count
+        return output_of_experts(spec, x, turns.where(index < spec.count, index), *others)
 
     peaks, train = list[int](), transformers.Trainer.train
+    weights, arrays = list[int](), [0]
+    step = transformers.Trainer.training_step
     # Gradients that overflow at the scale that a training begins with would leave both updates out, and the optimizer without states.
     scaler: Any = torch.amp.GradScaler
     begun = scaler.__init__
 
     def measured(self: Any, *arguments: Any, **named: Any) -> Any:
+        weights[:] = [alive(), held(self.model.state_dict(keep_vars=True).values()), alive(arrays=True)]
         with allocated(peaks):
             return train(self, *arguments, **named)
 
+    def counted(self: Any, *arguments: Any, **named: Any) -> Any:
+        arrays.append(alive(arrays=True) - weights[2])
+        return step(self, *arguments, **named)
+
     output = io.StringIO()
     transformers.Trainer.train = measured
+    transformers.Trainer.training_step = counted
+    experts.experts_output = evenly if even else output_of_experts
     measuring, preflight.measure_reach = preflight.measure_reach, lambda *_, **__: None
     scaler.__init__ = partialmethod(begun, init_scale=1.0)
     try:
@@ -103,11 +131,19 @@ def real(command: Sequence[str]) -> dict[str, Any]:
             status = main([*command, "-q"])
     finally:
         transformers.Trainer.train = train
+        transformers.Trainer.training_step = step
+        experts.experts_output = output_of_experts
         preflight.measure_reach = measuring
         scaler.__init__ = begun
     if status or not peaks:
         return {"status": status, "said": _last_words(output.getvalue())}
-    return {"status": status, "real": peaks[0]}
+    return {
+        "status": status,
+        "real": peaks[0] + max(arrays),
+        "images": max(arrays),
+        "before": weights[0],
+        "weights": weights[1],
+    }
 
 
 @contextlib.contextmanager
@@ -123,18 +159,25 @@ def allocated(peaks: list[int]) -> Iterator[None]:
     peaks.append(before + max(accumulate(sizes), default=0))
 
 
-def alive() -> int:
-    """Bytes of all real tensors of this process, each storage once."""
+def alive(arrays: bool = False) -> int:
+    """Bytes of all real tensors of this process, each storage once; of `arrays`, of those alone that torch did not allocate."""
     import torch
 
     gc.collect()
+    # Some objects raise where they are asked for their class: proxies of what is not there.
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    return held(tensors, arrays)
+
+
+def held(tensors: Iterable[Any], arrays: bool = False) -> int:
+    """Bytes of the storages of tensors on the CPU, each storage once."""
     storages: dict[int, int] = {}
-    for each in gc.get_objects():
-        # Some objects raise where they are asked for their class: proxies of what is not there.
-        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu":
+    for tensor in tensors:
+        if hasattr(tensor, "untyped_storage") and tensor.device.type == "cpu":
             with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without memory of its own
-                storage = each.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                storage = tensor.untyped_storage()
+                if not (arrays and storage.resizable()):
+                    storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
@@ -160,7 +203,7 @@ def measure(setup: Setup) -> dict[str, Any]:
         built = time.process_time()
         ahead = foreseen(command)
         checked = time.process_time()
-        trained = real(command)
+        trained = real(command, even=setup.medium)
         os.chdir("/")
     result = {
         **ahead,
@@ -305,6 +348,7 @@ def main() -> int:
         "--wide", action="store_true", help="every method, more architectures, images, compiled models"
     )
     parser.add_argument("--padded", action="store_true", help="as --wide, with rows of several lengths")
+    parser.add_argument("--medium", action="store_true", help="as --wide, mixtures and images, 50 to 500 MiB")
     parser.add_argument("--first", type=int, default=0, help="number of the first set-up")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--kinds", action="store_true", help="print what the foreseen peaks are made of")
@@ -313,7 +357,15 @@ def main() -> int:
     places = options.at or [
         f"{options.seed}/{number}" for number in range(options.first, options.first + options.count)
     ]
-    drawn = draw_padded if options.padded else draw_wide if options.wide else draw
+    drawn = (
+        draw_medium
+        if options.medium
+        else draw_padded
+        if options.padded
+        else draw_wide
+        if options.wide
+        else draw
+    )
     setups = (
         mixtures() if options.experts else [(place, drawn(*map(int, place.split("/")))) for place in places]
     )
@@ -342,7 +394,7 @@ def main() -> int:
             append(
                 f"foreseen-experts/{storage}", {"ratio": Measure(statistics.median(of), "", (of[0], of[-1]))}
             )
-    elif options.record and not (options.wide or options.padded):
+    elif options.record and not (options.wide or options.padded or options.medium):
         keep_foreseen(options.seed, [ratio for _, ratio in ratios], NEAR, FAR)
     errors = [abs(ratio - 1) for _, ratio in ratios]
     near = sum(error <= NEAR for error in errors)

@@ -94,6 +94,35 @@ TYPES: dict[str, dict[str, Any]] = {
 """Other model types of transformers, with sizes that `tests/zoo` does not know."""
 PICTURED = ("gemma3", "llava", "gemma3", "llava")
 """Families of `benchmarks/pictures.py`, whose rows have an image."""
+MEDIUM: dict[str, dict[str, Any]] = {
+    **{
+        name: {}
+        for name in (
+            "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "phimoe", "granitemoe", "gpt_oss", "llama4_text",
+            "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "minimax", "dots1", "flex_olmo", "glm4_moe_lite", "longcat_flash", "nemotron_h",
+        )
+    },
+    "dbrx": {
+        "d_model": 256,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 256},
+    },
+    "granitemoehybrid": {"layer_types": _LAYERS, "mamba_n_heads": 16, "mamba_d_head": 32},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "qwen3_next": {"layer_types": _LAYERS},
+}  # fmt: skip
+"""Mixtures of eight experts, with steps of 50 to 500 MiB."""
+_MEDIUM_SIZES: dict[str, Any] = {
+    **_SIZES,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 1024,
+    "sliding_window": 64,
+    "num_attention_heads": 4,
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 256),
+}
 
 
 @dataclass(frozen=True)
@@ -101,7 +130,7 @@ class Setup:
     """One training set-up.
 
     Attributes:
-        architecture: a key of `ARCHITECTURES`, `MIXTURES` or `TYPES`, or one of `PICTURED`.
+        architecture: a key of `ARCHITECTURES`, `MIXTURES`, `TYPES` or `MEDIUM`, or a family of `pictures.py`.
         method: a training command.
         storage: of the frozen weights: `none`, `nf4`, `int8` or `mxfp4`.
         adapters: `lora`, `dora` or `full` (every weight is trained).
@@ -109,6 +138,7 @@ class Setup:
         completion: tokens of a completion (grpo, rloo).
         beta: 0 without a reference model (grpo, rloo).
         padded: whether rows have several lengths, so that batches have padding; the longest are in one batch.
+        medium: whether the model has the larger sizes of `MEDIUM`.
     """
 
     architecture: str
@@ -130,6 +160,7 @@ class Setup:
     fused: bool = True
     compiled: bool = False
     padded: str = ""
+    medium: bool = False
 
     @property
     def name(self) -> str:
@@ -235,6 +266,29 @@ def draw_padded(seed: int, number: int) -> Setup:
     )
 
 
+def draw_medium(seed: int, number: int) -> Setup:
+    """As `draw_wide`, of mixtures of experts and of models that take images, with steps of 50 to 500 MiB."""
+    import pictures
+
+    dice = random.Random(f"medium/{seed}/{number}")
+    method = dice.choice(("sft", "sft", "sft", "dpo", "kto", "reward", "grpo"))
+    pictured = dice.random() < 0.4
+    setup = draw_wide(seed, number)
+    policy = method == "grpo"
+    return replace(
+        setup,
+        architecture=dice.choice(pictures.FAMILIES if pictured else tuple(MEDIUM)),
+        method=method,
+        packing=method == "sft" and not pictured and dice.random() < 0.35,
+        rows=dice.choice((2, 4)) if pictured or policy or method == "kto" else dice.choice((1, 2, 4)),
+        length=dice.choice((192, 256, 320)),
+        completion=dice.choice((8, 16)) if policy else 0,
+        beta=dice.choice((0.0, 0.1)) if policy else 0.0,
+        compiled=dice.random() < 0.08,
+        medium=True,
+    )
+
+
 def mixtures() -> list[tuple[str, Setup]]:
     """Every storage of `MIXTURES`, with and without checkpointing."""
     every = itertools.product(MIXTURES, ("none", "nf4", "int8", "mxfp4"), ("False", "True"))
@@ -264,9 +318,17 @@ def mixtures() -> list[tuple[str, Setup]]:
 # The files of a set-up
 
 
+def pictured(setup: Setup) -> bool:
+    """Whether the rows have images."""
+    import pictures
+
+    known = pictures.FAMILIES if setup.medium else PICTURED
+    return setup.architecture in known
+
+
 def save_model(setup: Setup, folder: Path) -> None:
     """A random model with a tokenizer of whole words, or with a processor."""
-    if setup.architecture in PICTURED:
+    if pictured(setup):
         import pictures
 
         pictures.save_model(setup.architecture, folder)
@@ -282,8 +344,10 @@ def save_model(setup: Setup, folder: Path) -> None:
         tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
     torch.manual_seed(0)
-    if setup.architecture in TYPES:
-        config = _config_of_type(setup.architecture)
+    if setup.medium:
+        config = _config_of_type(setup.architecture, _MEDIUM_SIZES, MEDIUM)
+    elif setup.architecture in TYPES:
+        config = _config_of_type(setup.architecture, {**_SIZES, "sliding_window": 64}, TYPES)
     else:
         name, settings = (ARCHITECTURES | MIXTURES)[setup.architecture]
         config = getattr(transformers, name)(**settings)
@@ -292,13 +356,12 @@ def save_model(setup: Setup, folder: Path) -> None:
         write_blocks(folder)
 
 
-def _config_of_type(name: str) -> Any:
+def _config_of_type(name: str, sizes: dict[str, Any], types: dict[str, dict[str, Any]]) -> Any:
     from tests.zoo.causal import SETTINGS
     from tests.zoo.shrink import tiny_config
 
-    sizes = {**_SIZES, "sliding_window": 64}
     known = {key: size for key, size in sizes.items() if hasattr(tiny_config(name, {}), key)}
-    return tiny_config(name, {**SETTINGS.get(name, {}), **known, **TYPES[name]})
+    return tiny_config(name, {**SETTINGS.get(name, {}), **known, **types[name]})
 
 
 def write_blocks(folder: Path) -> None:
@@ -325,15 +388,15 @@ def save_rows(setup: Setup, folder: Path) -> None:
     def words(count: int) -> str:
         return " ".join(f"w{dice.randrange(WORDS)}" for _ in range(count))
 
-    pictured = setup.architecture in PICTURED
+    with_images = pictured(setup)
     parts = cycle((8, 3, 5, 2, 7, 1, 4)) if setup.padded else cycle((8,))
 
     def row() -> dict[str, Any]:
         part = next(parts)
         # A reward model's row is left out where it is longer than `max_length`, with its first and its last token.
         half = setup.length * part // 16 - (2 if setup.method == "reward" else 0)
-        if pictured:
-            return _pictured_row(setup.method, words, folder, dice)
+        if with_images:
+            return _pictured_row(setup, words, folder, dice)
         if setup.completion:
             return {"prompt": words(setup.length - setup.completion)}
         if setup.method == "kto":
@@ -356,15 +419,17 @@ def save_rows(setup: Setup, folder: Path) -> None:
         (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def _pictured_row(method: str, words: Any, folder: Path, dice: random.Random) -> dict[str, Any]:
-    """A row with an image, whose turns are as long as every other's."""
+def _pictured_row(setup: Setup, words: Any, folder: Path, dice: random.Random) -> dict[str, Any]:
+    """A row with an image, or with two of different sizes, whose turns are as long as every other's."""
     from tests.zoo.processors import picture
 
-    name = f"{dice.random()}.png"
-    picture(160, 240, seed=dice.randrange(100)).save(folder / name)
+    method, names = setup.method, list[str]()
+    for width, height in ((160, 240), (300, 200))[: 1 + setup.medium]:
+        names.append(f"{dice.random()}.png")
+        picture(width, height, seed=dice.randrange(100)).save(folder / names[-1])
 
     def turn(role: str) -> list[dict[str, Any]]:
-        content = [{"type": "image"}] if role == "user" else []
+        content = [{"type": "image"}] * len(names) if role == "user" else []
         return [{"role": role, "content": [*content, {"type": "text", "text": words(24)}]}]
 
     columns: dict[str, list[str]] = {
@@ -375,8 +440,8 @@ def _pictured_row(method: str, words: Any, folder: Path, dice: random.Random) ->
     }
     row = {
         "prompt": turn("user"),
-        **{name: turn("assistant") for name in columns.get(method, [])},
-        "images": [name],
+        **{column: turn("assistant") for column in columns.get(method, [])},
+        "images": names,
     }
     return {**row, "label": dice.random() < 0.5} if method == "kto" else row
 
@@ -404,7 +469,7 @@ def command_of(setup: Setup, root: Path) -> list[str]:
     if setup.completion:
         words += ["--max_completion_length", setup.completion, "--num_generations", 2, "--beta", setup.beta]
         words += ["--reward_funcs", "random_setups.reward"]
-    elif setup.architecture not in PICTURED:
+    elif not pictured(setup):
         words += ["--max_length", setup.length]
     words += ["--train_sampling_strategy", "group_by_length"] if setup.padded == "by length" else []
     words += [] if setup.fused else ["--no_fuse"]

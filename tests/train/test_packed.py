@@ -18,7 +18,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 import isotype
 from isotype.data.methods import METHODS
 from isotype.lora.loss.trl_head import may_go_by_lengths
-from isotype.lora.unpadded import mixes_documents
+from isotype.lora.unpadded import mixes_documents, tried
 from isotype.model.shard import is_sharded, outer_gathered, shard_model
 from isotype.precision.devices.profile import device_profile
 from isotype.train.preflight.plan import StepPlan
@@ -32,6 +32,7 @@ from tests.pairwise import few
 from tests.parsed import parse_settings
 from tests.train.tiny import save_chat_model, save_rows
 from tests.train.traced import traced
+from tests.zoo.shrink import tiny_config
 
 PACKED = [
     {"input_ids": [11, 12, 13, 21, 22], "seq_lengths": [3, 2]},
@@ -78,6 +79,7 @@ def _model(name: str) -> Any:
         "gpt-oss": transformers.GptOssConfig(
             **sizes, **heads, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0
         ),
+        "llama4": tiny_config("llama4_text", {"attention_chunk_size": 8}),
     }
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(configs[name])
@@ -89,6 +91,12 @@ def test_models_whose_documents_would_see_each_other(name: str) -> None:
     assert (
         mixes_documents(_model(name)) == f"in {MIXING[name]} documents in one row would attend to each other"
     )
+
+
+def test_chunks_of_attention_count_from_the_beginning_of_a_row() -> None:
+    reason = "the attention counts its chunks of 8 tokens from the beginning of a row"
+    model = _model("llama4")
+    assert mixes_documents(model) == tried(model).reason == reason
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
@@ -104,6 +112,13 @@ def test_documents_are_tried_with_the_norm_that_fsdp_has_sharded() -> None:
     with outer_gathered(model):
         assert mixes_documents(model) == ""
     assert all(map(is_sharded, model.parameters()))
+
+
+def test_a_trial_of_a_model_whose_base_model_is_the_whole_model() -> None:
+    config = tiny_config("mllama", {"text_config": {"cross_attention_layers": []}})
+    model = transformers.MllamaForCausalLM(config.text_config)
+    assert model.base_model is model
+    assert mixes_documents(model) == ""
 
 
 def test_what_a_trial_raises_is_a_reason() -> None:
@@ -149,13 +164,13 @@ def test_documents_of_packed_rows_have_rows_of_their_own(
 
 
 # By what the check decides: states, and a mask with documents; `mixes_documents` above runs all models.
-@few("name", ["bloom", "mamba", "gpt-oss", "llama", "gemma2"], "mamba", "llama")
+@few("name", ["bloom", "mamba", "gpt-oss", "llama4", "llama", "gemma2"], "mamba", "llama4", "llama")
 def test_a_check_knows_whose_documents_would_see_each_other(name: str, tmp_path: Path) -> None:
     model = tiny_model(name) if name in ("llama", "gemma2") else _model(name)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
     notes = check_plan(_plan(tmp_path, 16), ("forward",)).trace.notes
-    assert (MIXED in notes) == (name in MIXING)
+    assert (MIXED in notes) == (name in (*MIXING, "llama4"))
 
 
 def _plan(folder: Path, length: int, rows: int = 8) -> StepPlan:

@@ -44,12 +44,14 @@ _BY_ROW = ("POLY", "SHADOW", "XLORA")
 
 
 def why_whole_rows(model: Any) -> str:
-    """Return why an adapter needs one sequence per row; "" if it does not. aLoRA and the kinds in `_BY_ROW` need it."""
+    """Return why a model needs one sequence per row; "" if it does not. aLoRA, the kinds in `_BY_ROW` and attention in chunks need it."""
     for config in (getattr(model, "peft_config", None) or {}).values():
         kind = "aLoRA" if getattr(config, "alora_invocation_tokens", None) else kind_of_adapter(config)
         if kind in ("aLoRA", *_BY_ROW):
             return f"{kind} adapters read whole rows"
-    return ""
+    text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+    chunk = getattr(text, "attention_chunk_size", None)
+    return f"the attention counts its chunks of {chunk} tokens from the beginning of a row" if chunk else ""
 
 
 takes_outputs_first = attrgetter("_did_swap_in_out_features")

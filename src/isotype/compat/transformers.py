@@ -55,6 +55,12 @@ has_parallel_experts = reads("_is_expert_parallel", False)
 """Return whether this process has only some of the module's experts."""
 
 
+def backbone_of(model: Any) -> Any:
+    """Return a model without its head. In the text models of Llama 4 and Mllama, `base_model` is the whole model."""
+    base = model.base_model
+    return getattr(model, "model", base) if base is model else base
+
+
 def has_states(model: Any) -> bool:
     """Return whether a model has a recurrent state, in which attention masks cannot separate documents."""
     return bool(getattr(without_peft(model), "_is_stateful", False))

@@ -17,6 +17,7 @@ from torch import nn
 
 from isotype.compat.peft import why_whole_rows, without_peft
 from isotype.compat.torch import FakeTensor, forward_hooks
+from isotype.compat.transformers import backbone_of
 from isotype.core.errors import first_line
 from isotype.model.modes import in_evaluation
 from isotype.model.small import small_copy
@@ -258,8 +259,7 @@ def tried(model: Any) -> Trial:
     """
     from transformers import PreTrainedModel
 
-    backbone = getattr(model, "base_model", None)
-    if not isinstance(model, PreTrainedModel) or not isinstance(backbone, nn.Module):
+    if not isinstance(model, PreTrainedModel):
         return Trial(reason="the model is no transformers model with a backbone")
     if why := why_whole_rows(model):
         return Trial(reason=why)
@@ -287,7 +287,7 @@ def _of_trial(model: Any, trial: Callable[[nn.Module], T], what: str) -> T | str
         if next(model.parameters()).is_meta:
             model = without_peft(small_copy(model, torch.arange(1, 1 + 3 * _LENGTH)).model)
         with in_evaluation(model):
-            return trial(model.base_model)
+            return trial(backbone_of(model))
     except Exception as error:  # noqa: BLE001 - a model with other inputs may raise anything
         return f"a trial {what} failed ({type(error).__name__}: {first_line(error)[:200]})"
 

@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 
 from isotype.compat.peft import without_peft
 from isotype.compat.torch import FakeTensor
-from isotype.compat.transformers import attention_of
+from isotype.compat.transformers import attention_of, backbone_of
 from isotype.compat.trl import head_arguments, headless_forward, is_fused_forward, put_forward
 from isotype.core.dtypes import autocast_dtype
 from isotype.lora.attention.lengths import why_not_lengths
@@ -144,7 +144,7 @@ def _projects(model: Any) -> bool:
     """Return True if the head only projects the output of the backbone. Heads of BERT-like models have more layers."""
     if model.config.model_type in _MORE:
         return False
-    backbone, head = model.base_model, model.get_output_embeddings()
+    backbone, head = backbone_of(model), model.get_output_embeddings()
     parts = [part for part in model.children() if next(part.parameters(), None) is not None]
     return backbone is not model and all(part is backbone or part is head for part in parts)
 
@@ -275,7 +275,7 @@ def _run(
         return output, output.logits, None
     bare = None if args else without_padding(model, kwargs, labelled)
     with with_sequences(packed_by_lengths(model, kwargs)) if bare is None else in_one_row(model, bare):
-        output = model.base_model(*args, **(kwargs if bare is None else bare.inputs))
+        output = backbone_of(model)(*args, **(kwargs if bare is None else bare.inputs))
     # The last layer of the backbone may be on another device than the head.
     states = output.last_hidden_state.to(model.get_output_embeddings().weight.device)
     return output, states, bare
