@@ -104,6 +104,20 @@ SFT = "--model_name_or_path chat --dataset_name sft.jsonl --output_dir out --dev
             "--batch_size 1 --rank 3 --epochs 2",
             ["--per_device_train_batch_size?", "--lora_r?", "--num_train_"],
         ),
+        (
+            "--gradient_checkpointing off --max_steps 1.5 --bf16 \"'true'\" --tf32 maybe",
+            [
+                "--gradient_checkpointing off expected True or False fix --gradient_checkpointing False",
+                "--max_steps 1.5 expected a whole number fix --max_steps 2",
+                "--bf16 'true' expected True or False fix --bf16 True",
+                "--tf32 maybe expected True or False fix --tf32 True",
+            ],
+        ),
+        (
+            "--sample_packing true --random_state 3407",
+            ["did you mean --packing?", "did you mean --seed?", "--packing true --seed 3407"],
+        ),
+        ("--adapt vision_tower,language", ["--adapt vision_tower expected", "did you mean vision?"]),
         ("--report_to none none", ["none expected the name of an argument before each value"]),
         ("--config", ["--config: expected one argument"]),
         ("--config bad.yaml", ["--config bad.yaml, line 3, column 1: expected ',' or ']'"]),

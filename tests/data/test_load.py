@@ -433,6 +433,15 @@ def test_pairs_need_the_same_first_message() -> None:
     write("t.jsonl", lines({"chosen": CHATML, "rejected": [{"role": "user", "content": "c"}, *ASSISTANT]}))
     for method in ("dpo", "kto"):
         assert "line 1: 'chosen' and 'rejected' begin with different messages" in refusal("t.jsonl", method)
+
+
+def test_the_answers_of_pairs_with_a_prompt_may_differ() -> None:
+    """Also if the method reads other columns: the only problem is then the method."""
+    answers = {"chosen": ASSISTANT, "rejected": [{"role": "assistant", "content": "other"}]}
+    write("t.jsonl", lines({"prompt": [{"role": "user", "content": "c"}], **answers}))
+    message = refusal("t.jsonl", "sft")
+    assert "these columns fit isotype dpo" in message
+    assert "begin with different messages" not in message
     assert len(load("t.jsonl", "reward")["train"]) == 1
 
 

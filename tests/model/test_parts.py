@@ -128,8 +128,8 @@ def test_experts_get_none_where_the_language_model_does_not() -> None:
 
 def test_parts_that_are_not_there_are_refused() -> None:
     assert refused(UsageError, adapted, "llama", adapt="vision") == (
-        "nothing to adapt\n  - adapters on vision alone\n    expected  a part that has layers among the targets\n"
-        "    fix       name another part, or omit adapt"
+        "nothing to adapt\n  - adapters on vision alone\n    expected  one of the model's parts (language) "
+        "with targets\n    fix       name another part, or omit adapt"
     )
     assert "one of language, projector, vision, audio, all" in refused(
         UsageError, adapted, "llama", adapt="tower"

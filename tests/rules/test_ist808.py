@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,8 +34,9 @@ def test_positions_that_run_into_each_other(dtype: torch.dtype, length: int, cas
     assert torch.arange(length).to(dtype).unique().numel() < length
     (finding,) = verified(Positions(dtype, dtype, cast), {"length": length}, "IST808")
     name = str(dtype).removeprefix("torch.")
-    assert finding.message == f"torch.arange returns {length:,} numbers in {name}: some neighbours are equal"
-    assert finding.cause.startswith(f"torch.arange in {name} at test_ist808.py:")
+    assert finding.message == f"integers are rounded to {name}: they are wrong by up to 1"
+    by = "a cast of arange to" if cast else "torch.arange in"
+    assert finding.cause.startswith(f"{by} {name} at test_ist808.py:")
     assert finding.fixes[0].description.startswith("count in float32 at test_ist808.py:")
     assert finding.fixes[0].verified
 
@@ -45,6 +47,41 @@ def test_what_the_dtype_counts_exactly_is_silent(counted: torch.dtype, length: i
     trace = traced(Positions(BF16, counted, False), {"length": length}, phases=("forward",))
     assert any(call.op.startswith("aten.arange.") for call in trace.calls)
     assert list(find(trace)) == []
+
+
+class Placed(nn.Module):
+    """A layer over numbers that come from integers."""
+
+    def __init__(self, numbers: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.numbers = nn.Linear(1, 4).to(dtype), numbers
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(self.numbers(positions)[:, None].to(self.layer.weight.dtype))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype", "positions", "expected"),
+    [
+        (lambda p: p.to(BF16), BF16, [3, 731], "a cast of positions to bfloat16 at "),
+        (lambda p: (p - 2).to(BF16), BF16, [3, 731], "a cast of positions to bfloat16 at "),
+        (lambda p: torch.arange(3000, dtype=FP16)[p], FP16, [3, 2999], "torch.arange in float16 at "),
+        (lambda p: torch.arange(400.0).add(1).to(BF16)[p], BF16, [1, 2], "a cast of arange to bfloat16 at "),
+        (lambda p: p.to(BF16), BF16, [3, 256, 512], ""),
+        (lambda p: p.to(FP16), FP16, [3, 731], ""),
+        (lambda p: (p / 1000).to(BF16), BF16, [3, 731], ""),
+        (lambda p: p.ne(0).expand(301, -1).sum(0).to(BF16), BF16, [3, 731], ""),  # a count, such as a divisor
+    ],
+)
+def test_integers_that_a_cast_rounds(
+    numbers: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, positions: list[int], expected: str
+) -> None:
+    inputs = {"positions": torch.tensor(positions)}
+    findings = list(find(traced(Placed(numbers, dtype), inputs, phases=("forward",))))
+    assert [finding.cause.partition("test_ist808")[0] for finding in findings] == [expected] * bool(expected)
+    for finding in findings:
+        assert finding.message == f"integers are rounded to {str(dtype)[6:]}: they are wrong by up to 1"
 
 
 class Counting(torch.optim.Optimizer):

@@ -41,6 +41,7 @@ _KINDS = {
     "image_size": ("a size in pixels", "1024x768"),
 }
 """Maps the name of an argument's type to (a description of the expected value, an example)."""
+_BOOLEANS = {"on": "True", "true": "True", "yes": "True", "off": "False", "false": "False", "no": "False"}
 _OF_ARGUMENT = re.compile(r"argument ([^:\s]+)(?: \S+)?: (.*)", re.DOTALL)
 
 
@@ -246,7 +247,7 @@ def unknown_name(name: str, value: Any, known: Sequence[str], listing: str) -> P
 
 
 def wrong_number(name: str, value: str, expected: str, example: Any) -> Problem:
-    """Return the `Problem` for a value that is not a number. For a value such as `2e-4,`, the fix is the number in the value."""
+    """Return the `Problem` for a value that is no number or boolean. The fix for `2e-4,`, `1.5` or `off` is the value that is meant."""
     text, swap = value.strip(" ,;'\""), None
     whole = expected == _KINDS["int"][0]
     if whole:  # a comma in other numbers may be a decimal comma
@@ -258,6 +259,11 @@ def wrong_number(name: str, value: str, expected: str, example: Any) -> Problem:
     if number.is_integer() if whole else math.isfinite(number) and expected == _KINDS["float"][0]:
         example = int(number) if whole else text
         swap = ((name, value), (name, str(example)))
+    elif whole and math.isfinite(number):
+        example = math.ceil(number)
+    elif expected == _KINDS["string_to_bool"][0] and text.lower() in _BOOLEANS:
+        example = _BOOLEANS[text.lower()]
+        swap = ((name, value), (name, example))
     return Problem(f"{name} {value}", expected, f"{name} {example}", swap)
 
 

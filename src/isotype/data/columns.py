@@ -242,7 +242,7 @@ class Survey:
 
     def _turn_problems(self, row: Row) -> Iterator[Problem]:
         # The common messages of `chosen` and `rejected` become the prompt, except for a reward model.
-        if self.method.loss != "reward" and "prompt" not in self._turns and not same_beginning(row):
+        if self.method.loss != "reward" and not row.get("prompt") and not same_beginning(row):
             expected = "the same first messages in both columns, which become the prompt"
             fix = "write the question in both columns, or in a column 'prompt'"
             yield Problem("'chosen' and 'rejected' begin with different messages", expected, fix)

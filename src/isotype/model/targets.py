@@ -195,7 +195,7 @@ def choose_targets(model: Any, config: Any, adapt: Adapt | None = None) -> Targe
         and (isinstance(converted.target_modules, str) or check_target_module_exists(converted, name))
     }
     if not layers:
-        raise _nothing_left(adapt)
+        raise _nothing_left(base, adapt)
     if layers != linear:
         config.target_modules = layers
     return Targets(True, unable, {name: cls for name, cls in reads.items() if name not in excluded}, excluded)
@@ -206,7 +206,7 @@ def _excluded(base: Any, adapt: Adapt | None) -> dict[str, str]:
     parts, chosen = Parts(base), adapt or Adapt()
     untrained = dict((*unread_layers(base), *_without_gradients(base), *_of_other_shape(base)))
     if not parts.towers and LANGUAGE not in chosen.parts:
-        raise _nothing_left(adapt)
+        raise _nothing_left(base, adapt)
     excluded = {}
     for place in places(base) if parts.towers or untrained else ():
         name = plain_name(place.name)
@@ -254,13 +254,14 @@ def _narrow(base: Any, config: Any, excluded: Mapping[str, str], adapt: Adapt) -
     if LANGUAGE not in adapt.parts:
         config.target_parameters = None
     if named and not config.target_modules:
-        raise _nothing_left(adapt)
+        raise _nothing_left(base, adapt)
 
 
-def _nothing_left(adapt: Adapt | None) -> UsageError:
-    parts = listed((adapt or Adapt()).parts)
-    expected, fix = "a part that has layers among the targets", "name another part, or omit adapt"
-    return UsageError.of("nothing to adapt", f"adapters on {parts} alone", expected, fix)
+def _nothing_left(base: Any, adapt: Adapt | None) -> UsageError:
+    chosen, parts = (adapt or Adapt()).parts, Parts(base)
+    has = listed(sorted({parts.of(name) for name, _ in base.named_parameters()}))
+    expected, fix = f"one of the model's parts ({has}) with targets", "name another part, or omit adapt"
+    return UsageError.of("nothing to adapt", f"adapters on {listed(chosen)} alone", expected, fix)
 
 
 def train_parts(model: Any, adapt: Adapt | None) -> Any:

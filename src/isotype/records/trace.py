@@ -154,8 +154,9 @@ class Call:
         flops: FLOPs of a matmul-like operator, two per multiply-add; 0 for other operators.
         repeats: number of calls in the real step (more than 1 inside a folded layer).
         recomputed: True if gradient checkpointing runs this forward call again in the backward.
-        off: error, in radians, of the argument of a sine or cosine after rounding to 16 bits; 0 if unknown.
-        rounded_at: `file:line` where the argument of a sine or cosine was rounded, or the name of a 16-bit input.
+        off: error by rounding to 16 bits: of the argument of a sine or cosine, in radians; of the integers that an `arange` or a
+            cast returns; or of the argument of a root, power, logarithm or reciprocal, relative to it; 0 if unknown.
+        rounded_at: `file:line` where the values of `off` were rounded, or the name of a 16-bit input or buffer.
         emptied: number of rows whose finite values all became minus infinity in a cast; 0 if values are unknown.
         numbers: names and values of Python float arguments: `(("min", 1e-12),)`.
         outside: (an index that is out of range, the size of the indexed table); None if there is none.

@@ -32,12 +32,12 @@ from collections.abc import Collection, Iterator
 
 from isotype.core.dtypes import FLOATS, HALVES, dtype_name
 from isotype.core.names import grouped, named, short
-from isotype.records.finding import Finding, Fix, Severity
-from isotype.records.trace import CASTS, Call, Operand, Trace, Weight
-from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of, fix
+from isotype.records.finding import Finding, Severity
+from isotype.records.trace import CASTS, Call, Operand, Trace
+from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of, fix, rounding_at
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import counted, names
-from isotype.rules.kit.words import cause_text, device_error
+from isotype.rules.kit.words import cause_text, device_error, op_name
 
 _ONLY_COMPLEX = re.compile("only supported for complex tensors|non-complex dtypes")
 CLAIMS = (Claim("step", lambda broken: bool(_ONLY_COMPLEX.search(broken.call.refusal))),)
@@ -61,8 +61,11 @@ def find(trace: Trace) -> Findings:
         rounded = [weight for weight in rounded if not used.isdisjoint((weight.name, *weight.tied))]
     if rounded:
         message = f"{counted(rounded, 'rotary buffer', 'are')} rounded to {dtype_name(rounded[0].dtype)}"
-        cause = f"the buffer {rounded[0].dtype_text}"
-        yield finding_of("warning", message, rounded, cause=cause, fixes=_fixes(rounded))
+        cause, again = rounding_at(trace, rounded[0].name, "")
+        if all(_FROM_CONFIG.search(weight.module_class) for weight in rounded):
+            how = "compute the rotary frequencies again in float32"
+            again = fix(how, "buffer", names(rounded), "float32")
+        yield finding_of("warning", message, rounded, cause=cause, fixes=(again,))
         return
     products = [call for call in trace.calls if _is_rounded_product(call, trace)]
     yield from _angles(trace, {call.module for call in products})
@@ -121,18 +124,12 @@ def _made_real(trace: Trace, call: Call, operand: Operand, error: str = "") -> F
 
 def _angles(trace: Trace, reported: Collection[str]) -> Findings:
     """Yield findings for sines and cosines whose angle comes from rounded numbers. `reported`: modules to skip."""
-    off = (c for c in trace.calls if c.off > _OFF and not c.recomputed and c.module not in reported)
+    circular = (call for call in trace.calls if op_name(call) in ("sin", "cos") and not call.recomputed)
+    off = (call for call in circular if call.off > _OFF and call.module not in reported)
     for at, calls in grouped(off, lambda call: call.rounded_at).items():
         first = max(calls, key=lambda call: call.off)
-        if ":" in at:
-            cause = f"numbers are rounded to 16 bits at {short(at)}"
-            keep = fix(f"keep this number in float32 at {short(at)}", "line", (at,), "float32")
-        elif at in trace.owners:
-            cause = f"the buffer {trace.owners[at].dtype_text}"
-            keep = _recomputed(trace.owners[at])
-        else:
-            cause = f"the input {at} is 16-bit"
-            keep = advice(at, f"pass {at} as an integer or in float32, and cast the sines and cosines")
+        how = f"pass {at} as an integer or in float32, and cast the sines and cosines"
+        cause, keep = rounding_at(trace, at, how)
         yield finding_at(
             "warning",
             f"{first.op} gets an angle that is wrong by up to {first.off:.2g} radians, because a number was rounded to 16 bits",
@@ -145,17 +142,6 @@ def _angles(trace: Trace, reported: Collection[str]) -> Findings:
 # A sine changes its sign within pi. An error of half a radian stands for another timestep.
 _OFF = 0.5
 _BY_HAND = "compute positions, frequencies and their product in float32, then cast the sines and cosines"
-
-
-def _fixes(rounded: list[Weight]) -> tuple[Fix, ...]:
-    if all(_FROM_CONFIG.search(weight.module_class) for weight in rounded):
-        return (fix("compute the rotary frequencies again in float32", "buffer", names(rounded), "float32"),)
-    return (_recomputed(rounded[0]),)
-
-
-def _recomputed(buffer: Weight) -> Fix:
-    how = "in float32, because a cast back to float32 does not restore lost digits"
-    return advice(buffer.module, f"cast the model first, then compute {buffer.name} {how}")
 
 
 def _is_rounded_product(call: Call, trace: Trace) -> bool:

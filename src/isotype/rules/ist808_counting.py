@@ -1,8 +1,8 @@
 """Integers too large for a 16-bit dtype
 
-**What it means.** `torch.arange` returns a 16-bit result, a cast rounds the result of `torch.arange` to 16 bits, or an optimizer counts
-steps in a 16-bit tensor. bfloat16 represents every integer up to 256, and float16 every integer up to 2048. Above these limits, some
-integers become equal to their neighbours.
+**What it means.** `torch.arange` returns a 16-bit result, a cast rounds the result of `torch.arange` or an integer input (positions,
+timesteps) to 16 bits, or an optimizer counts steps in a 16-bit tensor. bfloat16 represents every integer up to 256, and float16 every
+integer up to 2048. Above these limits, some integers become equal to their neighbours.
 
 **Why it is bad.** Positions, distances and bins that should differ are the same: from 512 on, bfloat16 represents only every fourth
 position. No error is raised, and tests with short sequences are not affected. A step count in bfloat16 stops at 256. Adam's bias correction
@@ -23,27 +23,26 @@ then stops too, and every later update is too small.
 
 import math
 
-from isotype.core.dtypes import EXACT_INTEGERS, dtype_name
+from isotype.core.dtypes import EXACT_INTEGERS, FLOATS, dtype_name
 from isotype.core.names import grouped, short
-from isotype.records.trace import Call, Trace
+from isotype.records.trace import Call, Operand, Trace
 from isotype.rules.kit.findings import Findings, advice, finding_at, fix
-from isotype.rules.kit.words import cause_text
+from isotype.rules.kit.words import cause_text, op_name
 
 
 def find(trace: Trace) -> Findings:
     yield from _counters(trace)
-    angles = {call.rounded_at for call in trace.calls if call.off}  # IST803 reports their sines
-    pairs = zip((None, *trace.calls), trace.calls, strict=False)
-    counts = (call for before, call in pairs if _counts(call, before) and call.source not in angles)
-    forward = (c for c in counts if c.phase in ("forward", "generate") and not c.recomputed)
-    too_long = filter(_is_too_long, forward)
-    for (source, dtype), calls in grouped(too_long, lambda call: (call.source, call.results[0][0])).items():
-        name, count = dtype_name(dtype), calls[0].results[0][1][0]
+    # IST803 reports sines and cosines.
+    angles = {call.rounded_at for call in trace.calls if call.off and op_name(call) in ("sin", "cos")}
+    wrong = (call for call in trace.calls if _rounds(call) and call.source not in angles)
+    for (source, dtype), calls in grouped(wrong, lambda call: (call.source, call.results[0][0])).items():
+        name, operands = dtype_name(dtype), calls[0].operands
+        by = f"a cast of {operands[0].origin.name} to" if operands else "torch.arange in"
         yield finding_at(
             "warning",
-            f"torch.arange returns {count:,} numbers in {name}: some neighbours are equal",
+            f"integers are rounded to {name}: they are wrong by up to {calls[0].off:g}",
             calls,
-            cause=f"torch.arange in {name} at {short(source)}",
+            cause=f"{by} {name} at {short(source)}",
             notes=(f"{name} represents every integer up to {EXACT_INTEGERS[dtype]:,}",),
             fixes=(
                 fix(f"count in float32 at {short(source)}", "line", (source,), "float32"),
@@ -77,13 +76,12 @@ def _is_counter(call: Call) -> bool:
     return counter and one and first.origin.cause.kind in ("constant", "data", "outside")
 
 
-def _counts(call: Call, before: Call | None) -> bool:
-    """Return True if a call is an `arange`, or a cast that follows an `arange` (`before`) on the same line."""
-    casts = call.op.startswith("aten._to_copy.") and before is not None and call.source == before.source
-    return (before if casts and before else call).op.startswith("aten.arange.")
+def _rounds(call: Call) -> bool:
+    """Return True if an `arange`, or a cast of its result or of an integer input, returns wrong integers."""
+    counts = op_name(call) in ("arange", "_to_copy") and all(map(_is_count, call.operands))
+    return counts and call.off >= 1 and call.phase in ("forward", "generate") and not call.recomputed
 
 
-def _is_too_long(call: Call) -> bool:
-    dtype, shape = call.results[0]
-    # A longer range has equal neighbours, even if it starts below zero.
-    return dtype in EXACT_INTEGERS and len(shape) == 1 and shape[0] > 2 * EXACT_INTEGERS[dtype] + 1
+def _is_count(operand: Operand) -> bool:
+    integers = operand.origin.kind == "input" and operand.dtype not in FLOATS
+    return integers or operand.origin.path()[-1].name == "arange"

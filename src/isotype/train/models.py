@@ -433,7 +433,9 @@ def _adapter_arguments() -> Iterator[None]:
     except (ValueError, NotImplementedError) as error:
         what, expected = one_line(error), "arguments with which PEFT can adapt this model"
         headline = "the adapter cannot be created with these arguments"
-        raise UsageError.of(headline, what, expected, "see --lora_*") from error
+        fused = re.search(r"without also targeting (.*) because they are fused", what)
+        fix = f"add {fused[1]} to --lora_target_modules" if fused else "change the arguments --lora_…"
+        raise UsageError.of(headline, what, expected, fix) from error
 
 
 def parts_to_adapt(settings: Settings, columns: Iterable[str]) -> Adapt | None:

@@ -111,7 +111,7 @@ def _adapter(settings: Settings) -> Iterator[Problem]:
     try:
         read_parts(parts)
     except ValueError as error:
-        yield wrong_choice(f"--adapt {parts}", str(error), (*PARTS, ALL))
+        yield wrong_choice(f"--adapt {error}", str(error), (*PARTS, ALL))
 
 
 def _trainer(settings: Settings) -> Iterator[Problem]:

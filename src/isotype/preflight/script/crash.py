@@ -242,9 +242,11 @@ class Crash:
             self.output.say(f"a trace of the script's last known step ended in {end.phase}: {end.error}")
         else:
             without = f", without {listed(report.trace.untraced)}," if report.trace.untraced else ""
-            elsewhere = "" if self.casts else ": the cause is elsewhere"
-            self.output.say(f"a trace of the script's last known step{without} runs clean{elsewhere}")
-            self.output.outside(outside(error, model, report.trace, self.unloads.lines))
+            described = outside(error, model, report.trace, self.unloads.lines)
+            cause = described.cause or ("" if self.casts else "the cause is outside of the step")
+            clean = f"a trace of the script's last known step{without} runs clean"
+            self.output.say(f"{cause}; {clean}" if cause else clean)
+            self.output.outside(replace(described, cause=""))
             for optimizer in stepped_at(error) if NOTHING_UNSCALED in text and recorder is not None else []:
                 self.watch.weigh_gradients(optimizer)
                 findings = judge(self.watch.trace(self.setup() or report.trace.setup))

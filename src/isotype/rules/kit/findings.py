@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from isotype.core.dtypes import dtype_name
-from isotype.core.names import distinct_names, plural
+from isotype.core.names import distinct_names, plural, short
 from isotype.records.finding import Action, ActionKind, Finding, Fix, Severity
 from isotype.records.reach import Leak, Reach
 from isotype.records.trace import Call, Failure, Trace, Weight
@@ -61,6 +61,18 @@ def finding_of_leak(
 def reach_of(trace: Trace) -> Reach:
     """Return the measured dependences of the step's outputs on its inputs; an empty `Reach` if nothing was measured."""
     return trace.reach or Reach("", rows=0, tokens=0)
+
+
+def rounding_at(trace: Trace, at: str, keep: str) -> tuple[str, Fix]:
+    """Return the cause of `Call.off`, rounding at the line or weight or input `at`, and a fix; `keep` is the fix of an input."""
+    if ":" in at:
+        line = fix(f"keep this number in float32 at {short(at)}", "line", (at,), "float32")
+        return f"numbers are rounded to 16 bits at {short(at)}", line
+    if (buffer := trace.owners.get(at)) is None:
+        return f"the input {at} is 16-bit", advice(at, keep)
+    how = "in float32, because a cast back to float32 does not restore lost digits"
+    again = advice(buffer.module, f"cast the model first, then compute {at} {how}")
+    return f"the buffer {buffer.dtype_text}", again
 
 
 def fix(description: str, kind: ActionKind, targets: Iterable[str], value: str, safe: bool = True) -> Fix:

@@ -49,16 +49,13 @@ from isotype.trace.fake.kernels import Kernels, refusal
 from isotype.trace.fake.known import Known
 from isotype.trace.fake.reach import Gradients, InputReach
 from isotype.trace.fake.twin import fake_like
-from isotype.trace.fake.values import LIMIT, Values, fakes_of, is_data_dependent
+from isotype.trace.fake.values import LIMIT, ROUNDED, Values, fakes_of, is_data_dependent
 from isotype.trace.operator_call import CallPlace, OperatorCall
 from isotype.trace.recorder import LIFTS, Recorder
 from isotype.trace.sides import Sides
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-
-# The absolute error of their operand, an angle, matters, even if the angle is large.
-_CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
 
 _NOT_REAL = frozenset({FakeTensor, int, float, bool, str, type(None), torch.dtype, torch.device})
 
@@ -222,8 +219,9 @@ class FakeRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.gradients.used(call, result, self.names)
         if self.phase == "forward":
             self.reach.record(call, result)
-        if value is not None and func in _CIRCULAR:
-            decided["off"], decided["rounded_at"] = self.values.rounding(call.tensors[0][1])
+        self.values.select(call, result)
+        if func in ROUNDED:
+            decided["off"], decided["rounded_at"] = self.values.rounding(call, value)
         if value is not None and func is aten._to_copy.default:
             decided["emptied"] = self.values.emptied(call.tensors[0][1], value)
         if decided:

@@ -42,6 +42,18 @@ _GUESSED = "_isotype_guessed"
 _LARGE = "_isotype_large"
 _EXPANDED = "_isotype_expanded"
 _EXACT = "_isotype_exact"
+_TABLE = "_isotype_table"
+"""Attribute of a tensor whose elements are unknown entries of a known tensor: `alphas_cumprod[timesteps]`."""
+_SELECTING = frozenset({
+    aten.index, aten.index_select, aten.gather, aten.view, aten.expand, aten.unsqueeze, aten.clone, aten.rsub,
+})  # fmt: skip
+# Operators for which the rounding of the operand matters: absolute, for angles, and relative to the operand.
+_CIRCULAR = frozenset({aten.sin.default, aten.cos.default})
+_MAGNIFYING = frozenset({
+    aten.sqrt.default, aten.rsqrt.default, aten.log.default, aten.reciprocal.default, aten.pow.Tensor_Scalar,
+})  # fmt: skip
+_COUNTING = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_step, aten._to_copy.default})
+ROUNDED = _CIRCULAR | _MAGNIFYING | _COUNTING
 _STAND_IN_ROWS = 4
 _MOST_EXPERTS = 1024
 # Operators whose result depends only on the shape of the operand.
@@ -204,15 +216,31 @@ class Values:
                 return  # a view that depends on the dtype's size, or a rounded index
         setattr(value, _EXACT, (exact, rounded[0] if rounded else shown(call.place.source)))
 
-    def rounding(self, tensor: torch.Tensor) -> tuple[float, str]:
-        """Return how far rounding to 16 bits has moved the value of `tensor`, and the place of the first rounding."""
-        value = self.of(tensor)
+    def rounding(self, call: OperatorCall, result: torch.Tensor | None) -> tuple[float, str]:
+        """Return `Call.off` and `Call.rounded_at`. `result` is the operator's result if it is known."""
+        first = call.args[0]
+        value: Any = result if call.func in _COUNTING else getattr(first, _TABLE, self.of(first))
         exact, source = getattr(value, _EXACT, (None, ""))
         if value is None or exact is None or not value.numel():
             return 0.0, ""
         with without_modes():
-            off = float((exact - value.double()).abs().nan_to_num(0.0, 0.0, 0.0).max())
-        return off, source
+            exact = exact.double()  # a cast may return float8
+            moved = (exact - value.double()).abs() / (exact.abs() if call.func in _MAGNIFYING else 1.0)
+            fractional = call.func in _COUNTING and bool((exact != exact.round()).any())
+            return 0.0 if fractional else float(moved.nan_to_num(0.0, 0.0, 0.0).max()), source
+
+    def select(self, call: OperatorCall, result: Any) -> None:
+        """Store on `result` the table with rounded entries from which an operator selects, moves or subtracts entries."""
+        packet = operator_packet(call.func)
+        table = getattr(call.args[0], _TABLE, self.of(call.args[0])) if packet in _SELECTING else None
+        if not hasattr(table, _EXACT):
+            return
+        if packet is aten.rsub:
+            changed = call.but((table, *call.args[1:]), call.kwargs)
+            with without_modes():
+                table = call.func(*changed.args, **changed.kwargs)
+            self.track_rounding(changed, table)
+        setattr(result, _TABLE, table)
 
     def emptied(self, source: torch.Tensor, result: torch.Tensor) -> int:
         """Return the number of rows that are finite in `source`, but minus infinity in the float16 cast `result`."""
