@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from isotype.preflight.script.output import Output
 from isotype.preflight.script.outside import calls_of, outside
+from isotype.records.finding import Finding, Fix
 from isotype.trace.dtype_history import remembered
 from tests.rules.traces import BF16, traced
 
@@ -99,6 +103,16 @@ def test_a_frozen_quantized_model_gets_adapters(layer: str) -> None:
     assert outside(raised.value, frozen, step, {}).help == (
         "no parameter of the model requires a gradient: add adapters (get_peft_model)"
     )
+
+
+def test_a_fix_that_was_tried_is_shown_before_others() -> None:
+    """QwenLM/Qwen-VL #802: the first fix of a finding may be useless if it was not tried."""
+    printed = Console(file=StringIO(), width=200)
+    fixes = Fix("cast the input", "safe"), Fix("run under autocast", "safe", verified=True)
+    Output(printed).brief([Finding("error", "operands differ", code="IST101", fixes=fixes)])
+    assert isinstance(printed.file, StringIO)
+    assert printed.file.getvalue().count("= help") == 1
+    assert "= help   run under autocast   (by hand; safe; verified)" in printed.file.getvalue()
 
 
 def test_an_update_with_states_that_a_load_has_cast() -> None:

@@ -44,7 +44,7 @@ class Output:
             self._place(finding.source, named(finding.module), finding.op, finding.phase)
             if finding.cause:
                 self.plain(f"   = cause  {finding.cause}")
-            for fix in finding.fixes[:1]:
+            for fix in sorted(finding.fixes, key=lambda fix: not fix.verified)[:1]:
                 self.plain(f"   = help   {fix.text}   ({fix_standing(fix)})")
 
     def notes(self, notes: Sequence[Finding]) -> None:
