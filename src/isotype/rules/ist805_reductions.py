@@ -7,7 +7,7 @@ reciprocal gets `1 - x` of 16-bit numbers near 1, as of a noise schedule `alphas
 
 **Why it is bad.** In bfloat16, a log-probability near -10 is rounded to a multiple of 0.06, so the probability ratios of RL are wrong by up
 to 6 %. Distillation losses and perplexities also become less exact. A cumulative sum in 16 bits stops growing: in bfloat16, 256 + 1 is 256.
-A loop that adds losses gets the right gradients, but a wrong sum. In bfloat16, no number lies between 0.996 and 1, so the first noise levels
+A loop that adds losses gets the right gradients, but a wrong sum. In bfloat16, the largest number below 1 is 0.996, so the first noise levels
 of a diffusion model, `(1 - alphas_cumprod).sqrt()`, are 0 or 0.06 instead of 0.01 to 0.06. State-space models raise `exp(A_log)` to the power
 of the distance between two tokens, which multiplies its error.
 
