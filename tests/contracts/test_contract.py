@@ -355,6 +355,18 @@ def test_a_list_is_judged_alike_whatever_its_length(length: int) -> None:
     assert uniform.accepted
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "accepted"), [((F, F, B, B), True), ((F, F, H, H), False), ((F, F, F, B), False)]
+)
+def test_the_fused_adam_of_a_gpu_has_bfloat16_states(dtypes: tuple[torch.dtype, ...], accepted: bool) -> None:
+    lists = tuple(dtype for dtype in (*dtypes, F) for _ in range(2))
+    verdict = contracts_for("cuda").judge("aten._fused_adamw_.default", lists)
+    assert (verdict is None or verdict.accepted) is accepted
+    on_cpu = CPU.judge("aten._fused_adamw_.default", lists)
+    assert on_cpu is not None
+    assert not on_cpu.accepted
+
+
 def test_one_bad_element_of_a_list_breaks_the_contract() -> None:
     params, grads, moments, steps = (F, F), (F, B), (F, F, F, F), (F, F)
     verdict = CPU.judge("aten._fused_adamw_.default", params + grads + moments + steps)

@@ -38,6 +38,7 @@ class Family:
         devices: device kinds for which the rule holds.
         majors: major compute capabilities for which the rule holds; None for all of them.
         matches: a regular expression. The pattern of the compared operands must begin with a match.
+        accepts: a regular expression. The devices accept a pattern that begins with a match.
         in_order: True if `{0}`, `{1}`, … in the message stand for the first, second, … of all operands.
     """
 
@@ -50,6 +51,7 @@ class Family:
     devices: frozenset[str] = ALL
     majors: frozenset[int] | None = None
     matches: str = ""
+    accepts: str | None = None
     in_order: bool = False
 
     def holds(self, device: str, capability: tuple[int, int] | None) -> bool:
@@ -248,8 +250,8 @@ FAMILIES: tuple[Family, ...] = (
     Family(_FLASH, alike=(0,), only="bh", refusal=_FLASH_16_BITS, devices=_CUDA),
     Family(_FLASH, "query and key must have the same dtype", (0, 1), devices=_CUDA),
     Family(_FLASH, "query and value must have the same dtype", (0, 2), devices=_CUDA),
-    # All lists but the step counts need one dtype. found_inf and grad_scale are float32.
-    Family(_ops("_fused_adamw_ _fused_adam_"), _FUSED_ADAM, (0, 1, 2, 3), devices=_CUDA),
+    # All lists but the step counts need one dtype. Only float32 parameters may have bfloat16 states (torch 2.13).
+    Family(_ops("_fused_adamw_ _fused_adam_"), _FUSED_ADAM, (0, 1, 2, 3), devices=_CUDA, accepts="ffbb"),
     # Masks and packed codes: `&`, `|`, `~`, `<<` and `>>` take only integers and bools.
     Family(_BITWISE, alike=(0, 1), exact=True, only="i", refusal="not implemented for '{0:name}'"),
     # Factorizations use LAPACK, cuSOLVER and MAGMA, which have no 16-bit routines. Two operators raise an error before
