@@ -77,6 +77,16 @@ def test_lists_are_shown_and_mended_by_parameter() -> None:
     assert finding.fixes[1].actions == (Action("setting", "optimizer", "adamw"),)
 
 
+def test_fsdp1_that_keeps_low_precision_gradients() -> None:
+    name = "layers.0._fsdp_wrapped_module._flat_param"
+    parameter = Operand("self[0]", FP32, (64,), Origin("parameter", FP32, name))
+    gradient = Operand("tensors1[0]", BF16, (64,), Origin("gradient", BF16, "mm"))
+    step = refused("aten._foreach_lerp_.Scalar", "optimizer", parameter, gradient)
+    (finding,) = find(trace([weight(name, FP32, trainable=True)], [step]))
+    assert "keep_low_precision_grads=False" in finding.fixes[0].description
+    assert not [fix for fix in finding.fixes if "gradient" in {action.kind for action in fix.actions}]
+
+
 def test_a_state_from_before_a_cast() -> None:
     kept = Operand(
         "exp_avgs[0]", FP32, (8, 8), Origin("outside", FP32, "the optimizer's exp_avg of a.weight")

@@ -146,7 +146,9 @@ def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Fixes:
     named = ((operand, _parameter(call, operand, trace)) for operand in call.operands)
     owned = ((operand, name, trace.owners[name].dtype) for operand, name in named if name in trace.owners)
     unlike = {name: dtype for operand, name, dtype in owned if operand.dtype != dtype}
-    if unlike:
+    if any("_fsdp_wrapped_module" in name for name in unlike):
+        yield advice("fsdp", "leave keep_low_precision_grads=False in FSDP's MixedPrecision")
+    elif unlike:
         changes = (Action("gradient", starred(name), dtype_name(dtype)) for name, dtype in unlike.items())
         text = "accumulate each gradient in the dtype of its parameter"
         yield Fix(text, "safe", actions=tuple(dict.fromkeys(changes)))
