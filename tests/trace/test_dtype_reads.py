@@ -315,3 +315,23 @@ def test_the_sum_of_two_16_bit_dtypes_has_the_cause_of_the_rarer_one() -> None:
     """unslothai/unsloth #4970: bfloat16 activations in a float16 model on a T4."""
     inputs = {"x": torch.ones(2, 8, dtype=torch.float16)}
     assert causes(traced(Halves(), inputs, phases=("forward",))) == [("parameter", "first.bias")]
+
+
+def test_a_running_step_knows_a_cast_without_effect():
+    """THUDM/CogKit #32: float32 inputs of a bfloat16 model keep the timestep embedding in float32."""
+
+    class Timed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Linear(4, 4, dtype=torch.bfloat16)
+
+        def forward(self, x, t):
+            return self.embed(t[:, None].float().cos().expand(-1, 4).to(x.dtype))
+
+    model, inputs = Timed(), {"x": torch.ones(2, 4), "t": torch.arange(2)}
+    with measure_step(model, inputs) as measured, pytest.raises(RuntimeError):
+        model(**inputs)
+    (broken,) = [call for call in measured.calls if call.breach is not None]
+    (origin,) = [operand.origin for operand in broken.operands if operand.dtype == torch.float32]
+    assert (origin.cause.kind, origin.cause.name) == ("input", "x")
+    assert "test_dtype_reads.py:" in origin.source

@@ -122,6 +122,17 @@ def test_a_script_s_request_has_all_optimizers_of_its_model() -> None:
     del muon, adam, of_other
 
 
+@pytest.mark.parametrize(("dtype", "scales"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_masters_outside_of_the_model_need_loss_scaling_in_float16_only(
+    dtype: torch.dtype, scales: bool
+) -> None:
+    """DeepSpeed keeps flat float32 masters for `bf16`, too, and does not scale this loss."""
+    model = nn.Linear(4, 4).to(dtype)
+    masters = torch.optim.SGD([nn.Parameter(torch.ones(20))], lr=0.5)
+    request = request_of_script(Beginning(model, {"input": torch.ones(2, 4)}, (), {}), None, "cpu")
+    assert (request.scaler, masters.param_groups[0]["lr"]) == (scales, 0.5)
+
+
 class _Scaled(torch.optim.SGD):
     def __init__(self, params: Any, *, scale: float, wide: bool = False) -> None:
         super().__init__(params, lr=0.5)

@@ -299,7 +299,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
             return
         before = self.origin(tensor)
         if before.kind in ("cast", "operator", "promotion") and before.cause is not like.cause:
-            self.mark(tensor, Origin("cast", like.dtype, name, self.module, before=before, like=like))
+            source = shown(asking_line())
+            self.mark(tensor, Origin("cast", like.dtype, name, self.module, source, before=before, like=like))
 
     def _like(self, dtype: torch.dtype) -> Origin | None:
         return self.like if self.like is not None and self.like.dtype == dtype else None

@@ -87,7 +87,8 @@ def request_of_script(
     if not optimizers:  # the update is unknown
         phases = [phase for phase in phases if phase not in ("unscale", "optimizer")]
         masters = (are_masters([*parameters_of(other)], model) for other in living(torch.optim.Optimizer))
-        scaler = scaler or any(masters)  # then the script scales the loss itself
+        half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
+        scaler = scaler or (half and any(masters))  # then the script scales the loss itself
     return StepRequest(
         model,
         LossOf(loss, beginning.inputs),

@@ -221,6 +221,7 @@ class LiveRecorder(Recorder):
         if self.phase == "forward" and not self.of_gradients:
             self._book(self.terms.note, name, args, result)
             self._book(self.note_widened, self.treatment, result)
+            self._book(self.note_unchanged, name, next(iter(args), None), result)
 
     def reads_dtype(self, tensor: torch.Tensor) -> None:
         self._book(lambda: self.reads.note(self.origin(tensor)))
