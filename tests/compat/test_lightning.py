@@ -1,4 +1,4 @@
-"""A trace of a model that Lightning Fabric has wrapped. Lightning is not installed: the module below does what it does."""
+"""Traces of Lightning's models. Lightning is not installed: the modules below do what it does."""
 
 from __future__ import annotations
 
@@ -40,3 +40,26 @@ def test_the_backward_of_a_wrapped_model_is_traced(package: str, monkeypatch: py
     report = isotype.check(Wrapped(wrappers), {"x": torch.ones(2, 4)}, device="cpu")
     assert report.trace.failure is None
     assert not wrappers._in_fabric_backward
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_traced_training_step_logs_nothing(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[Any] = []
+
+    class LightningModule(nn.Linear):
+        log = log_dict = lambda _, *values: logged.append(values)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(x).mean()
+            self.log("loss", loss)
+            self.log_dict({"loss": loss})
+            return loss
+
+    module: Any = ModuleType(f"{package}.core.module")
+    module.LightningModule = LightningModule
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = LightningModule(4, 4)
+    assert isotype.check(model, {"x": torch.ones(2, 4)}, device="cpu").trace.failure is None
+    assert not logged
+    model(torch.ones(2, 4))
+    assert len(logged) == 2

@@ -99,7 +99,7 @@ class DtypeReads:
             return None
         for name in (name for value in values for name in _names(value)):
             read = self._stored(frame, in_call, name, dtype)
-            if read is None and callers and name in _parameters(frame.f_code):
+            if read is None and callers and name in arguments_of(frame.f_code):
                 read = self._of_parameter(frame, name, dtype, callers)
             if read is not None:
                 return read
@@ -122,7 +122,7 @@ class DtypeReads:
             return None
         arguments = _arguments(caller.f_code, caller.f_lasti)
         by_name = [argument for argument in arguments if argument.arg == name]
-        parameters = _parameters(frame.f_code)
+        parameters = arguments_of(frame.f_code)
         position = parameters.index(name) - (parameters[0] in ("self", "cls"))
         plain = [argument for argument in arguments if argument.arg is None]
         sources = by_name or plain[position : position + 1]
@@ -207,12 +207,12 @@ def _names(node: ast.AST) -> Iterator[str]:
             yield from _names(child)
 
 
-def _parameters(code: CodeType) -> tuple[str, ...]:
+def arguments_of(code: CodeType) -> tuple[str, ...]:
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 @lru_cache(maxsize=1024)
-def _stores(code: CodeType) -> tuple[tuple[int, int, str], ...]:
+def stores_in(code: CodeType) -> tuple[tuple[int, int, str], ...]:
     """Return (byte, line, name) of each instruction that stores a variable `name` or an attribute `variable.attribute`."""
     stores: list[tuple[int, int, str]] = []
     before: Any = None
@@ -233,5 +233,5 @@ def _is_stored(code: CodeType, at: int, name: str) -> bool:
     """Return whether the code stores in the variable `name` the value that the instruction at byte `at` reads."""
     span = position(code, at)
     return span is not None and any(
-        store > at and line <= span[0] and stored == name for store, line, stored in _stores(code)
+        store > at and line <= span[0] and stored == name for store, line, stored in stores_in(code)
     )

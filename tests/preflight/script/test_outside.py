@@ -56,15 +56,13 @@ def test_a_model_with_weights_of_the_same_names_holds_no_averages() -> None:
         vae.decode(z)
     assert outside(raised.value, model, step, {}).cause == ""
     method, forward = calls_of(raised.value)
-    assert (method[0], method[1]) == (vae, "decode")
-    assert method[3]["z"] is z
-    assert (forward[0], forward[1]) == (vae.inner, "")
+    assert (method.model, method.method) == (vae, "decode")
+    assert method.inputs["z"] is z
+    assert (forward.model, forward.method) == (vae.inner, "")
     with pytest.raises(RuntimeError, match="dtype") as raised:
         vae.free_and_decode(z)
-    assert [name for _, name, *_ in calls_of(raised.value)] == [
-        "decode",
-        "",
-    ]  # the first method has lost its argument
+    # The first method has lost its argument.
+    assert [call.method for call in calls_of(raised.value)] == ["decode", ""]
 
 
 def test_the_reasons_for_a_backward_that_raises() -> None:

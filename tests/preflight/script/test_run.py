@@ -271,6 +271,48 @@ def test_a_loss_of_the_script_is_judged_after_the_first_step(
 
 
 @pytest.mark.parametrize(
+    ("method", "body", "traced"),
+    [
+        ("training_step", "return self.down(self.up(x)).mean()", True),
+        ("losses", "return {'loss': self.down(self.up(x)).mean(), 'mean': x.mean()}", True),
+        # Without a loss, only the part that runs first is traced before the step.
+        ("forward_features", "return self.down(self.up(x))", False),
+        # These calls cannot be repeated.
+        ("training_step", "x = self.up(x); return self.down(x).mean()", False),
+        ("train_on", "loss = self.down(self.up(x)).mean(); loss.backward(); return loss", False),
+        ("train_on", "loss = self.down(self.up(x)).mean(); self.update(loss); return loss", False),
+    ],
+)
+def test_a_method_that_computes_the_loss_is_traced_before_the_step(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str, body: str, traced: bool
+) -> None:
+    """Lightning calls `training_step`, and other loops call a similar method."""
+    status, _, err = _run_source(
+        capsys,
+        tmp_path / "loop.py",
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.up, self.down, self.steps = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), 0\n"
+        f"    def {method}(self, x):\n"
+        "        self.steps += 1\n"
+        f"        {body}\n"
+        "    def update(self, loss): loss.backward()\n"
+        "model = Model().bfloat16()\n"
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)\n"
+        f"loss = model.{method}(torch.ones(2, 8).bfloat16())\n"
+        "loss = loss['loss'] if isinstance(loss, dict) else loss.mean()\n"
+        "if model.up.weight.grad is None: loss.backward()\n"
+        "optimizer.step()\n"
+        "assert model.steps == 1\n",
+    )
+    assert status == 0, err
+    assert ("the model returns no loss" not in err) == traced
+    assert f"are lost in {'4 of 4' if traced else '2 of 2'} trainable parameters" in err
+
+
+@pytest.mark.parametrize(
     ("unscale", "factors", "expected"),
     [
         ("", [1.0], 1),

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from isotype.compat.accelerate import is_prepared, mixed_precision
 from isotype.compat.torch import fake_errors_unlogged, no_modes, tree_map
 from isotype.core.dtypes import autocast_dtype
 from isotype.core.optimizers import are_masters, names_instead, parameters_of
-from isotype.model.loss import find_loss, loss_of
+from isotype.model.loss import find_loss, float_tensors, loss_of
 from isotype.model.walk import living
 from isotype.preflight.run import run
 from isotype.ranges.twin import unwrapped
@@ -102,23 +101,26 @@ def request_of_script(
 
 
 class LossOfForward(LossOfOutput):
-    """Calls the model with the arguments that the script used, and returns the loss in the output.
+    """Calls the model, or a `method` of it, with the arguments that the script used, and returns the loss in the output."""
 
-    The queue `returned` receives True if the output has a loss. The function uses a queue because a check undoes
-    changes of objects, but not of queues.
-    """
-
-    def __init__(self, returned: SimpleQueue[bool]) -> None:
-        self._returned = returned
+    def __init__(self, method: str) -> None:
+        self._method = method
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+        plain: Any = model.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            model.forward = plain  # the method may call it
+            return getattr(model, self._method)(*args, **kwargs)
+
+        if self._method:  # a fix can cast the inputs of a forward
+            model.forward = forward
         # Positional inputs have the names `argument 0`, `argument 1`, …
         args = [value for name, value in inputs.items() if name.startswith("argument ")]
         output = model(*args, **{k: v for k, v in inputs.items() if not k.startswith("argument ")})
         self.partial = find_loss(output) is None
-        if torch.is_grad_enabled():
-            self._returned.put(not self.partial)
-        return loss_of(output)
+        trainable = torch.is_grad_enabled() or next(float_tensors(output), None) is not None
+        return loss_of(output) if trainable else torch.zeros(())
 
 
 def tried(report: Report) -> bool:

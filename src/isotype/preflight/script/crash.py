@@ -1,12 +1,11 @@
 """Explains the exception that ended a script under `isotype run`, from the recorded step and from another trace of it."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from isotype.core.dtypes import dtype_name
 from isotype.core.errors import causes, error_line
 from isotype.core.names import listed
 from isotype.core.source import condition_at, line_of, raising_line
-from isotype.model.loss import NOT_TRAINABLE, float_tensors, loss_of
+from isotype.model.loss import NOT_TRAINABLE
 from isotype.model.shard import free_gathered, uncopied
 from isotype.preflight.script import setup_errors
 from isotype.preflight.script.ahead import TRIED_AFTER, look_ahead, tried
@@ -32,10 +31,9 @@ from isotype.preflight.script.outside import (
     stepped_at,
     updated_at,
 )
-from isotype.ranges.twin import unwrapped
 from isotype.records.finding import Finding
 from isotype.records.memory import Memory
-from isotype.records.request import DEFAULT_PHASES, LossOf, Setup, StepRequest
+from isotype.records.request import DEFAULT_PHASES, Setup, StepRequest
 from isotype.records.trace import GRADIENT_ERRORS, NOTHING_UNSCALED, Breach, Call, Failure, Trace
 from isotype.report.check.report import Report
 from isotype.rules import (
@@ -47,7 +45,7 @@ from isotype.rules import (
     judge,
 )
 from isotype.rules.kit.groups import code_of
-from isotype.trace.live.forward import beginning_of, trains
+from isotype.trace.live.forward import Beginning, trains
 from isotype.trace.live.watch import Watch
 
 AGAIN_SECONDS = 60.0
@@ -314,20 +312,17 @@ class Crash:
         """
         recorded = [root for root in (*self.watch.roots, self.model) if root is not None]
         inside = {id(part) for root in recorded for part in root.modules()}
-        models = ((unwrapped(call[0]), call) for call in calls_of(error))
         other = [
             call
-            for model, call in models
-            if inside.isdisjoint(map(id, model.modules()))
-            or (evaluates and call[1] and id(model) not in inside)
+            for call in calls_of(error)
+            if inside.isdisjoint(map(id, call.model.modules()))
+            or (evaluates and call.method and id(call.model) not in inside)
         ]
-        seen = any(not inside.isdisjoint(map(id, unwrapped(call[0]).modules())) for call in other)
+        seen = any(not inside.isdisjoint(map(id, call.model.modules())) for call in other)
         of = "the call of {}" if seen else "another model of the script, {},"
         return self._explain_by_call(error, other, of)
 
-    def _explain_by_call(
-        self, error: BaseException, calls: Sequence[tuple[nn.Module, str, Any, Any]], of: str
-    ) -> bool:
+    def _explain_by_call(self, error: BaseException, calls: Sequence[Beginning], of: str) -> bool:
         """Trace the calls of models that raised the error, with and without gradients and autocast.
 
         Return True if a trace fails at the line of the error.
@@ -336,12 +331,10 @@ class Crash:
         trained, line = self.request.keywords["autocast"], raising_line(error)
         phases: list[list[Sequence[str]]] = [[], [("generate",)]]
         for called, phase, autocast in product(calls, phases, dict.fromkeys((trained, False))):
-            model, method, (args, kwargs) = unwrapped(called[0]), called[1], called[2:]
+            model = called.model
             if uncopied(model) or next(model.parameters(), None) is None or not (phase or trains(model)):
                 continue
-            request = self.request_of(beginning_of(model, args, kwargs), *phase)
-            if method:
-                request = replace(request, inputs=LossOf(partial(_result, method), kwargs))
+            request = self.request_of(called, *phase)
             on = autocast is not False
             report = self._traced(replace(request, autocast=autocast, autocast_eval=on))
             sources = [] if report is None else [call.source for call in report.trace.breaches()]
@@ -369,20 +362,6 @@ class Crash:
         except Exception as error:  # noqa: BLE001 - the script's error was shown; this is one more line
             self.output.say(f"the last known step could not be traced: {error_line(error)}")
             return None
-
-
-def _result(method: str, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Call a method of the model as if the method were the forward, so that fixes can cast its inputs."""
-    plain: Any = model.forward
-
-    def forward(**inputs: Any) -> Any:
-        model.forward = plain  # the method may call it
-        return getattr(model, method)(**inputs)
-
-    model.forward = forward
-    output = model(**inputs)
-    trainable = torch.is_grad_enabled() or next(float_tensors(output), None) is not None
-    return loss_of(output) if trainable else torch.zeros(())
 
 
 def _matching(report: Report | None, call: Call, live: Sequence[Finding]) -> Report | None:

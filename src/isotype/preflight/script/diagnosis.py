@@ -3,11 +3,10 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
 
@@ -102,7 +101,6 @@ class Diagnosis:
         self._setup_seen: Setup | None = None
         self._autocasts: dict[str, torch.dtype] = {}
         self._loss_traced = True
-        self._returned: SimpleQueue[bool] = SimpleQueue()
 
     def begin(self) -> None:
         self._unloads = Unloads()
@@ -129,44 +127,53 @@ class Diagnosis:
         """True if this process reports on the first step. False in a fork of this process."""
         return self._speaker == os.getpid()
 
-    def _before(self, beginning: Beginning) -> None:
+    def _before(self, beginning: Beginning) -> nn.Module | None:
+        """Trace the first step, and return its model if the step is a call of this model's method."""
         self._family.claim("seen")
         self._main = sys.modules["__main__"]
         if rank() == 0 and self._family.claim("speaks"):
             self._speaker = os.getpid()
         if self.gpu.sentence and self._speaks:
             self._say(self.gpu.sentence)
-        request = self._request_of(beginning)
-        if self._seconds and self._speaks:
-            self.report = self._looked_ahead(request)
+        ahead = self._seconds and self._speaks
+        calls: list[Beginning | None] = [beginning.around if ahead else None, beginning]
+        for call in filter(None, calls):
+            request = self._request_of(call)
+            self.report = self._looked_ahead(request, call is beginning) if ahead else None
+            if self.report is not None:
+                break
         self._request = without_tensors(request)
         if self._numbers is not None:
             self._numbers.attach(beginning.model, beginning.args, beginning.kwargs)
+        return None if call is beginning else request.model
 
     def _evaluates(self, beginning: Beginning) -> None:
         """Before the first training step, store the settings of a forward. The forward is traced again after an error."""
         self._request = without_tensors(self._request_of(beginning, ("generate",)))
 
     def _request_of(self, beginning: Beginning, *phases: Sequence[str]) -> StepRequest:
-        request = request_of_script(beginning, LossOfForward(self._returned), self._device, *phases)
-        device_autocast = self.gpu.device_autocast
-        self.watch.kind, self.watch.device_autocast = self.gpu.kind, device_autocast
-        if isinstance(request.autocast, torch.dtype):
-            return replace(request, autocast=device_autocast.get(request.autocast, request.autocast))
-        return request
+        request = request_of_script(beginning, LossOfForward(beginning.method), self._device, *phases)
+        casts: dict[Any, torch.dtype] = self.gpu.device_autocast
+        self.watch.kind, self.watch.device_autocast = self.gpu.kind, casts
+        return replace(request, autocast=casts.get(request.autocast, request.autocast))
 
-    def _looked_ahead(self, request: StepRequest) -> Report | None:
+    def _looked_ahead(self, request: StepRequest, last: bool) -> Report | None:
+        """Trace a step, and report its findings. Discard an incomplete trace, unless this is the `last` possible trace."""
+        say: Callable[[str], None] = self._say if last else lambda _: None
         if why := uncopied(request.model):
-            self._say(f"the first step is not traced before it runs: {why}")
+            say(f"the first step is not traced before it runs: {why}")
             return None
         started = time.perf_counter()
         try:
             with self._output.working(f"tracing the first step before it runs (at most {self._seconds:g} s)"):
                 report = look_ahead(request, TRIED_BEFORE, self._seconds)
         except Exception as error:  # noqa: BLE001 - the script runs even if it cannot be traced ahead
-            self._say(f"the first step could not be traced: {error_line(error)}")
+            say(f"the first step could not be traced: {error_line(error)}")
             return None
-        self._loss_traced = all(self._returned.get() for _ in range(self._returned.qsize()))
+        self._loss_traced = not report.trace.partial
+        failed = report.trace.failure is not None and not report.errors
+        if not last and (failed or not self._loss_traced):
+            return None
         # `_say_ahead` reports the error that ended the trace. A finding that only repeats this error is left out.
         raised = "" if report.trace.failure is None else report.trace.failure.error
         repeats = [f for f in report.findings if f.kind == "untraced" and raised in f.cause]

@@ -19,11 +19,13 @@ from isotype.core.names import grouped, listed, plural, short
 from isotype.core.optimizers import parameters_of
 from isotype.core.source import line_of, tensors_at_hand
 from isotype.model.walk import is_packed, living, name_in_process
+from isotype.ranges.twin import unwrapped
 from isotype.records.finding import in_library
 from isotype.records.trace import NO_GRADIENT, NOT_SCALAR, NOTHING_UNSCALED, Trace
 from isotype.report.text import short_source
 from isotype.rules.kit.words import and_others
 from isotype.trace.dtype_history import state_casts
+from isotype.trace.live.forward import Beginning, beginning_of, method_called
 from isotype.trace.script import cast_by_evaluation
 
 _SHOWN = 6
@@ -152,21 +154,15 @@ def updated_at(error: BaseException) -> nn.Module | None:
     return max(models, key=lambda model: len([*model.modules()]), default=None)
 
 
-def calls_of(error: BaseException) -> list[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]]:
-    """Return the calls that raised the error: methods of the model, and then the outermost forward.
-
-    Each call is (module, name, args, kwargs). The name of a method is `decode` or similar, and the name of a forward
-    is "". Return no calls if no forward raised the error.
-    """
-    calls: list[tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]] = []
+def calls_of(error: BaseException) -> list[Beginning]:
+    """Return the calls that raised the error: methods of models, then the outermost forward; [] without a forward."""
+    calls: list[Beginning] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        owner, code = frame.f_locals.get("self"), frame.f_code
-        if code is nn.Module.__call__.__code__:
-            return [*calls, (frame.f_locals["self"], "", frame.f_locals["args"], frame.f_locals["kwargs"])]
-        if isinstance(owner, nn.Module) and hasattr(owner, code.co_name):
-            names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-            if set(names) <= {*frame.f_locals}:  # else the method has deleted an argument
-                calls.append((owner, code.co_name, (), {name: frame.f_locals[name] for name in names}))
+        if frame.f_code is nn.Module.__call__.__code__:
+            values = frame.f_locals
+            return [*calls, beginning_of(unwrapped(values["self"]), values["args"], values["kwargs"])]
+        if call := method_called(frame):
+            calls.append(call)
     return []
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from isotype.compat.bitsandbytes import nothing_repacked, plain_casts
 from isotype.compat.compiler import uncompiled
-from isotype.compat.lightning import as_in_fabric_backward
+from isotype.compat.lightning import lightning_traced
 from isotype.compat.torch import ORIGINAL, fake_errors_unlogged, no_saved_tensor_hooks
 from isotype.compat.transformers import fakes_taken_for_real
 from isotype.core.random_states import random_states_kept
@@ -75,7 +75,7 @@ def surroundings() -> Iterator[None]:
         fakes_taken_for_real(),
         nothing_repacked(),
         plain_casts(),
-        as_in_fabric_backward(),
+        lightning_traced(),
         torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext(),
     ):
         yield

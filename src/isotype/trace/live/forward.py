@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from traceback import walk_stack
+from types import CodeType, FrameType
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from isotype.core.operators import ADDS_IN_PLACE, operator_name, tensors_of
 from isotype.core.source import asking_line, is_called_by, line_in, shown
 from isotype.model.walk import derives_from
 from isotype.records.trace import COPY_OF_WEIGHT, MERGED_WEIGHT, Call, Operand, Origin
+from isotype.trace.dtype_reads import arguments_of, stores_in
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -40,12 +43,20 @@ def is_lazy(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Beginning:
-    """A forward that is about to run and will be recorded. `inputs`: the forward's inputs by argument name."""
+    """A forward that is about to run and will be recorded.
+
+    Attributes:
+        inputs: the forward's inputs by argument name.
+        method: name of the method that is called instead of the forward; "" for a forward.
+        around: the call of a method that computes the loss, and calls this forward for it; None without one.
+    """
 
     model: nn.Module
     inputs: Mapping[str, Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    method: str = ""
+    around: Self | None = None
 
 
 def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,10 +81,12 @@ def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     return named
 
 
-def beginning_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Beginning:
+def beginning_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType | None = None
+) -> Beginning:
     """Describe a forward. Caches (transformers' `Cache`) are shallow copies, because the forward changes the originals."""
     inputs = {name: _present(value) for name, value in named_inputs(module, args, kwargs).items()}
-    return Beginning(module, inputs, args, kwargs)
+    return Beginning(module, inputs, args, kwargs, around=_around(module, caller))
 
 
 def _present(value: Any) -> Any:
@@ -86,6 +99,52 @@ def _present(value: Any) -> Any:
         elif name.endswith("_attention_cache"):
             setattr(present, name, _present(content))
     return present
+
+
+def method_called(frame: FrameType) -> Beginning | None:
+    """Return the call of a module's method that runs in `frame`; None if there is none, or if it has deleted an argument."""
+    name, arguments = frame.f_code.co_name, arguments_of(frame.f_code)
+    if arguments[:1] != ("self",):
+        return None  # `f_locals` would keep the variables of this frame alive
+    owner, values = frame.f_locals.get("self"), frame.f_locals
+    inputs = {argument: values[argument] for argument in arguments[1:] if argument in values}
+    if not isinstance(owner, nn.Module) or _code_of(owner, name) is not frame.f_code:
+        return None
+    return Beginning(owner, inputs, (), inputs, name) if len(inputs) == len(arguments) - 1 else None
+
+
+def _around(module: nn.Module, frame: FrameType | None) -> Beginning | None:
+    """Return the outermost call of a method like Lightning's `training_step`, whose model contains `module`; else None.
+
+    Calls that cannot be repeated are left out: the method assigns an argument, updates weights or starts autocast.
+    """
+    outermost = None
+    for caller, _ in walk_stack(frame) if frame is not None else ():
+        code = caller.f_code
+        once = any(map(_ONCE.search, code.co_names)) or not _COMPUTES_LOSS.search(code.co_name)
+        call = None if once else method_called(caller)
+        if call is not None and call.model is not module and not code.co_flags & _MORE_ARGUMENTS:
+            assigned = {name for *_, name in stores_in(code)}.intersection(arguments_of(code))
+            again = trains(call.model) and not assigned and not _only_once(call.model, code, set())
+            outermost = call if again and module in {*call.model.modules()} else outermost
+    return outermost
+
+
+def _only_once(owner: nn.Module, code: CodeType, known: set[CodeType]) -> bool:
+    """Return whether a method of `owner`, or a method that it calls, updates weights or starts autocast."""
+    known.add(code)
+    called = (_code_of(owner, name) for name in code.co_names)
+    inside = any(_only_once(owner, other, known) for other in called if other and other not in known)
+    return inside or any(map(_ONCE.search, code.co_names))
+
+
+def _code_of(owner: nn.Module, method: str) -> CodeType | None:
+    return getattr(inspect.unwrap(getattr(type(owner), method, _code_of)), "__code__", None)
+
+
+_COMPUTES_LOSS = re.compile("loss|_step$|forward")
+_ONCE = re.compile("backward$|^step$|^zero_grad$|^autocast$")
+_MORE_ARGUMENTS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 class StaleCasts:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -81,7 +82,7 @@ class Watch:
 
     Args:
         steps: number of optimizer steps, at least 1.
-        before: called once, before the first training forward.
+        before: called once, before the first training forward. May return the outermost module of the step.
         after: called at the end of each step, even if the GradScaler skips the step. The step's record is still
             complete.
         evaluates: called before each recorded forward of an evaluation or generation.
@@ -106,7 +107,7 @@ class Watch:
     def __init__(
         self,
         steps: int = 1,
-        before: Callable[[Beginning], None] = lambda beginning: None,
+        before: Callable[[Beginning], nn.Module | None] = lambda beginning: None,
         after: Callable[[], None] = lambda: None,
         evaluates: Callable[[Beginning], None] = lambda beginning: None,
         repeats: Callable[[tuple[str, str]], None] = lambda lines: None,
@@ -243,7 +244,7 @@ class Watch:
                 if self.state == "evaluating" and self.recorder is not None:
                     self.evaluation = tuple(self.recorder.calls)
                 self._end_evaluation()
-                self._begin(module, args, kwargs)
+                self._begin(module, args, kwargs, frame)
             elif self.state != "watching" and self._may_evaluate(module):
                 self._evaluate(module, args, kwargs)
             elif self.state != "watching":
@@ -270,17 +271,20 @@ class Watch:
         mine = process == os.getpid() and (thread == threading.get_ident() or in_backward())
         return mine and not is_simulated() and not is_traced()
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], frame: FrameType) -> None:
         if any(map(is_compiled, (module, *module.modules()))):
             self._note("torch.compile is off in the recorded steps: compiled code has no operators to record")
         self.state = "looking"
-        self._before(self._beginning(original(module), args, kwargs))
+        outermost = self._before(self._beginning(original(module), args, kwargs, frame))
         self._record(LiveRecorder(device_of(module), seconds=WATCH_SECONDS, kind=self.kind), "forward")
+        if outermost is not None:
+            self._model = weakref.ref(outermost)
+            self._register(outermost, (), {})
         self.state = "watching"
 
-    def _beginning(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Beginning:
+    def _beginning(self, module: nn.Module, *call: Any) -> Beginning:
         self._model, self._mine = weakref.ref(module), (os.getpid(), threading.get_ident())
-        return beginning_of(module, args, kwargs)
+        return beginning_of(module, *call)
 
     def _record(self, recorder: LiveRecorder, phase: Phase) -> None:
         self.recorder = recorder
