@@ -532,6 +532,28 @@ for _ in range(2):
     assert "warning[IST503]: a float16 tensor is changed in place" in runs(script)[2]
 
 
+def test_a_default_dtype_of_the_step_also_holds_in_the_trace_after_a_crash(runs: Runs) -> None:
+    """Lightning's `bf16-true` changes torch's default dtype for the step only."""
+    script = """
+class Timed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+    def forward(self):
+        return self.embed(torch.rand(2, 8).float())
+torch.set_default_dtype(torch.bfloat16)
+model = Timed()
+try:
+    model().sum().backward()
+finally:
+    torch.set_default_dtype(torch.float32)
+"""
+    status, _, err = runs(script)
+    assert status == 1
+    assert err.count("cause  a cast to float32 at train.py:34") == 2, err  # before the step, and after the crash
+    assert "rand returns float32" not in err
+
+
 def test_a_cast_that_fsdp_makes_is_named(runs: Runs) -> None:
     script = """
 import torch.distributed as dist

@@ -104,7 +104,8 @@ class LossOfForward(LossOfOutput):
     """Calls the model, or a `method` of it, with the arguments that the script used, and returns the loss in the output."""
 
     def __init__(self, method: str) -> None:
-        self._method = method
+        # Lightning's bf16-true changes the default dtype for the step only. After a crash, the step is traced again.
+        self._method, self._default_dtype = method, torch.get_default_dtype()
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
         plain: Any = model.forward
@@ -117,7 +118,12 @@ class LossOfForward(LossOfOutput):
             model.forward = forward
         # Positional inputs have the names `argument 0`, `argument 1`, …
         args = [value for name, value in inputs.items() if name.startswith("argument ")]
-        output = model(*args, **{k: v for k, v in inputs.items() if not k.startswith("argument ")})
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self._default_dtype)
+        try:
+            output = model(*args, **{k: v for k, v in inputs.items() if not k.startswith("argument ")})
+        finally:
+            torch.set_default_dtype(before)
         self.partial = find_loss(output) is None
         trainable = torch.is_grad_enabled() or next(float_tensors(output), None) is not None
         return loss_of(output) if trainable else torch.zeros(())

@@ -62,23 +62,14 @@ class Beginning:
 def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a forward's inputs by argument name. If that is impossible, positional ones are `argument 0`, `argument 1`, …"""
     by_position = {**{f"argument {number}": value for number, value in enumerate(args)}, **kwargs}
-    if not args:
-        return by_position
     try:
         signature = inspect.signature(module.forward)
-        bound = signature.bind(*args, **kwargs)
+        signature.bind(*args, **kwargs)
     except (TypeError, ValueError):
         return by_position
-    named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            named |= value
-        elif kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
-            return by_position
-        else:
-            named[name] = value
-    return named
+    pairs = zip(signature.parameters.values(), args, strict=False)
+    named = {p.name: value for p, value in pairs if p.kind is p.POSITIONAL_OR_KEYWORD}
+    return {**named, **kwargs} if len(named) == len(args) else by_position
 
 
 def beginning_of(
