@@ -4,7 +4,8 @@ from typing import Final
 
 ORIGINAL: Final = "_orig_mod"
 """Attribute of `torch.compile(module)` that holds `module`."""
-WRAPPERS: Final = frozenset({ORIGINAL, "_orig_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+FSDP1: Final = "_fsdp_wrapped_module"
+WRAPPERS: Final = frozenset({ORIGINAL, "_orig_module", FSDP1, "_checkpoint_wrapped_module"})
 """Parts of module names by torch.compile, torch_xla, FSDP and activation checkpointing."""
 BETWEEN: Final = WRAPPERS | {"base_layer", "original_module"}
 """`WRAPPERS`, and the parts that PEFT adds."""

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 
 import torch
 
+from isotype.compat.wrappers import FSDP1
 from isotype.core.dtypes import HALVES, dtype_name
 from isotype.core.names import grouped, listed, plural, short, starred
 from isotype.core.optimizers import OPTIMIZERS
@@ -146,7 +147,7 @@ def _fixes(trace: Trace, broken: Sequence[Call], mismatched: Operand) -> Fixes:
     named = ((operand, _parameter(call, operand, trace)) for operand in call.operands)
     owned = ((operand, name, trace.owners[name].dtype) for operand, name in named if name in trace.owners)
     unlike = {name: dtype for operand, name, dtype in owned if operand.dtype != dtype}
-    if any("_fsdp_wrapped_module" in name for name in unlike):
+    if any(FSDP1 in name for name in unlike):
         yield advice("fsdp", "leave keep_low_precision_grads=False in FSDP's MixedPrecision")
     elif unlike:
         changes = (Action("gradient", starred(name), dtype_name(dtype)) for name, dtype in unlike.items())

@@ -550,7 +550,9 @@ finally:
 """
     status, _, err = runs(script)
     assert status == 1
-    assert err.count("cause  a cast to float32 at train.py:34") == 2, err  # before the step, and after the crash
+    assert err.count("cause  a cast to float32 at train.py:34") == 2, (
+        err
+    )  # before the step, and after the crash
     assert "rand returns float32" not in err
 
 
