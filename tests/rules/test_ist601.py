@@ -40,7 +40,7 @@ def test_bfloat16_autocast_on_a_t4(autocast: Trace) -> None:
 
 def test_bfloat16_weights_on_a_v100() -> None:
     (finding,) = found(RULE, on(of_llama(), "v100"))
-    assert finding.cause == "base_model.model.model.embed_tokens.weight is bfloat16"
+    assert finding.cause == "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight is bfloat16"
     half, single = finding.fixes
     assert (half.safety, single.safety) == ("unsafe", "safe")
     assert half.description == (
@@ -49,6 +49,31 @@ def test_bfloat16_weights_on_a_v100() -> None:
     casts = {action.target: action.value for action in half.actions if action.kind == "parameter"}
     assert casts["base_model.model.lm_head.weight"] == "float16"
     assert not any("lora" in name for name in casts)  # float32 masters stay what they are
+
+
+def test_the_cause_is_a_weight_of_a_product_or_the_cast() -> None:
+    class CastInCode(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8, dtype=BF16))
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (
+                nn.functional.linear((x * self.scale.float()).bfloat16(), self.up.weight.bfloat16())
+                .float()
+                .sum()
+            )
+
+    in_code = traced(CastInCode(), {"x": torch.ones(2, 8)})
+    (finding,) = found(RULE, on(in_code, "t4"))
+    assert finding.cause is not None
+    assert finding.cause.startswith("a cast to bfloat16 at test_ist601.py:")
+    weights = traced(
+        nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).to(BF16), {"input": torch.ones(2, 8, dtype=BF16)}
+    )
+    (finding,) = found(RULE, on(weights, "t4"))
+    assert finding.cause == "1.weight is bfloat16"
 
 
 def test_the_estimate_takes_float32s_rate(autocast: Trace) -> None:

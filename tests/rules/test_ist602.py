@@ -18,7 +18,7 @@ def test_float16_on_a_cpu_without_it() -> None:
     assert "measured: float16 matmuls run 36 times slower than float32's" in finding.notes
     assert finding.cost is not None
     assert finding.cost.slowdown == pytest.approx(31.6, abs=0.1)  # the adapters' float32 products stay
-    assert finding.cause == "base_model.model.model.embed_tokens.weight is float16"
+    assert finding.cause == "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight is float16"
     (fix,) = finding.fixes  # such a CPU has no bfloat16 either
     assert (fix.description, fix.safety) == ("run the step in float32 and cast the weights", "safe")
 

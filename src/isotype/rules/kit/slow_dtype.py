@@ -125,11 +125,18 @@ def _cause(trace: Trace, dtype: torch.dtype, calls: Sequence[Call]) -> str:
         return f"the quantized layer {named(computing.module)} computes in {name}{computing.by_line}"
     if _gathered(trace, dtype):
         return f"FSDP2 gathers the weights in {name}, by MixedPrecisionPolicy(param_dtype=torch.{name})"
-    if plain := _plain(trace, dtype):
-        return plain[0].dtype_text
-    causes = (operand.origin.cause for call in calls for operand in call.floats if operand.dtype == dtype)
-    cast = next((cause for cause in causes if cause.kind == "cast" and cause.source), None)
-    return f"the step computes in {name}" if cast is None else cause_text(cast)
+    plain = {weight.name: weight for weight in _plain(trace, dtype)}
+    causes = [
+        (call, o.origin.cause) for call in calls for o in call.floats if o.dtype == dtype and len(o.shape) > 1
+    ]
+    weights = [(call.module, plain[cause.name]) for call, cause in causes if cause.name in plain]
+    if weights:
+        inside = (weight for module, weight in weights if weight.module == module)
+        return next(inside, weights[0][1]).dtype_text
+    cast = next((cause for _, cause in causes if cause.kind == "cast" and cause.source), None)
+    if cast is not None:
+        return cause_text(cast)
+    return next((weight.dtype_text for weight in plain.values()), f"the step computes in {name}")
 
 
 def _plain(trace: Trace, dtype: torch.dtype) -> list[Weight]:
