@@ -9,13 +9,16 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy
+import peft
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import AutoModelForCausalLM
 
 from isotype.core.dtypes import dtype_name
 from isotype.core.errors import PrecisionError, UsageError
@@ -28,6 +31,7 @@ from isotype.records.finding import Action
 from isotype.records.request import LossOf, Setup
 from isotype.records.trace import Trace
 from isotype.trace.fake.recorder import FakeRecorder
+from tests.models import tiny_batch, tiny_model
 from tests.reality import real_step
 from tests.refusals import refused
 from tests.small import BF16, FP16, FP32, WIDTH, ids, net, wide_norms
@@ -500,3 +504,21 @@ def test_a_check_keeps_no_trace_and_no_twin_alive() -> None:
     del report
     assert alive() <= others
     assert kept() is None
+
+
+def test_a_checkpoint_loaded_in_another_dtype(tmp_path: Path) -> None:
+    # transformers sets `config.dtype` to the dtype of the load, so only the file names the checkpoint's.
+    tiny_model("llama", torch.bfloat16).save_pretrained(tmp_path)
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert wide.config.dtype == torch.float32
+    adapted = peft.get_peft_model(wide, peft.LoraConfig(target_modules="all-linear"))
+    report = check(adapted, tiny_batch("llama"), device="a100")
+    (finding,) = (f for f in report.findings if f.code == "IST501")
+    assert finding.message.startswith(
+        "the checkpoint's config names bfloat16, but the frozen weights are float32: "
+    )
+    as_stored = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"),
+        peft.LoraConfig(target_modules="all-linear"),
+    )
+    assert "IST501" not in {f.code for f in check(as_stored, tiny_batch("llama"), device="a100").findings}

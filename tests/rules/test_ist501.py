@@ -23,7 +23,7 @@ def test_a_bfloat16_checkpoint_in_float32(widened: Trace) -> None:
     (finding,) = found(RULE, on(widened, "a100", checkpoint_dtype=BF16))
     assert finding.severity == "warning"
     assert finding.message == (
-        "the config names bfloat16, but the frozen weights are float32: 92.0 KiB more memory"
+        "the checkpoint's config names bfloat16, but the frozen weights are float32: 92.0 KiB more memory"
     )
     assert finding.cause == "base_model.model.model.embed_tokens.weight is float32"
     assert finding.cost is not None
@@ -36,7 +36,7 @@ def test_a_bfloat16_checkpoint_in_float32(widened: Trace) -> None:
 
 def test_a_bfloat16_checkpoint_in_float16() -> None:
     (finding,) = found(RULE, on(of_llama(FP16), "a100", checkpoint_dtype=BF16))
-    assert finding.message == "the config names bfloat16, but the frozen weights are float16"
+    assert finding.message == "the checkpoint's config names bfloat16, but the frozen weights are float16"
     assert "values above 65,504 become infinite, and small values become zero" in finding.notes
     assert finding.fixes[0].safety == "unsafe"
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from isotype.compat.imports import code_refused
 from isotype.core.errors import CheckpointError, UsageError
 
@@ -63,6 +65,22 @@ def code_named(
             yield from ((path, f"auto_map.{key}", str(entries[key])) for key in keys if entries.get(key))
         elif entries:
             yield path, "auto_map", str(entries)
+
+
+def saved_dtype(config: Any) -> torch.dtype | None:
+    """Return the dtype that the `config.json` of a loaded model names, or else `config.dtype`; None if neither names a dtype.
+
+    transformers 5 sets `config.dtype` to the dtype of the loaded weights.
+    """
+    source = getattr(config, "name_or_path", None)
+    path = _local(source, "config.json", None) if isinstance(source, str) and source else None
+    try:
+        content = json.loads(path.read_bytes()) if path else {}
+    except (OSError, ValueError, RecursionError):
+        content = {}
+    name = content.get("dtype") or content.get("torch_dtype") if isinstance(content, dict) else None
+    dtype = getattr(torch, name, None) if isinstance(name, str) else getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _local(source: Path | str, name: str, revision: str | None) -> Path | None:

@@ -20,6 +20,7 @@ from isotype.core.optimizers import (
     unknown_optimizer,
     updates_of,
 )
+from isotype.core.pretrained import saved_dtype
 from isotype.model.adapters import adapter_words
 from isotype.model.enforce import policy_of
 from isotype.model.parts import towers_of
@@ -62,7 +63,6 @@ def setup_of(request: StepRequest) -> Setup:
     evaluation = request.evaluation
     between = [evaluation.between if isinstance(evaluation, LossOf) else "evaluate"]
     phases = {*request.phases, *(between if evaluation is not None else ())}
-    dtype = getattr(config, "dtype", None)
     names = {id(module): plain_name(name) for name, module in request.model.named_modules()}
     return Setup(
         **{field.name: getattr(request, field.name) for field in fields(StepSettings)},
@@ -79,7 +79,7 @@ def setup_of(request: StepRequest) -> Setup:
         phases=tuple(phase for phase in PHASES if phase in phases),
         policy=policy,
         gradient_checkpointing={} if checkpointing is True else checkpointing or None,
-        checkpoint_dtype=dtype if isinstance(dtype, torch.dtype) else None,
+        checkpoint_dtype=saved_dtype(config),
         attention=attention_of(config),
         accumulates=micro_batches,
         # accelerate's loader fetches one batch more, which stays in the host's memory.

@@ -133,7 +133,7 @@ class Setup(StepSettings):
         compute: dtype to which the trace converts mismatched operands, unless their part of the model has another dtype. It is
             the dtype of the policy, of autocast, or of most modules.
         gradient_checkpointing: arguments of the model's `gradient_checkpointing_enable`; None keeps the model's setting.
-        checkpoint_dtype: dtype of the checkpoint according to the model's config; None if the config names none.
+        checkpoint_dtype: dtype that the checkpoint's config names; None if it names none.
         attention: attention implementation of the model's config (`sdpa`, `flash_attention_2`, …); None if unknown.
         accumulates: number of micro-batches in an optimizer step. If there are several, gradients are in memory from the second
             micro-batch on.

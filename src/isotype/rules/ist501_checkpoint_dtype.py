@@ -1,7 +1,7 @@
 """Weights that do not have their checkpoint's dtype
 
-**What it means.** The frozen weights have another dtype than the checkpoint (`dtype` in the model's config). The precision policy does not
-request this dtype.
+**What it means.** The frozen weights have another dtype than the checkpoint (`dtype` in its `config.json`, or else in the model's config). The
+precision policy does not request this dtype.
 
 **Why it is bad.** A bfloat16 checkpoint that is loaded in float32 takes twice the memory and computes at the rate of float32, but gains no
 digits. In float16, a value of a bfloat16 checkpoint above 65,504 overflows, and small weights become zero. A float16 checkpoint that is
@@ -30,7 +30,7 @@ of the weights in the file.
 **How safe is the fix?** The fix is safe if the checkpoint's dtype represents every value of the loaded weights; otherwise the fix is
 unsafe. If the earlier cast to the wrong dtype has rounded the weights, load the checkpoint again.
 
-**Seen in** facebookresearch/metaseq #254; huggingface/peft #2421; axolotl #902.
+**Seen in** facebookresearch/metaseq #254; huggingface/transformers #34743; huggingface/peft #2421; axolotl #902.
 """
 
 import torch
@@ -83,7 +83,7 @@ def _finding(trace: Trace, weights: list[Weight], named: torch.dtype, loaded: to
     memory = f": {format_bytes(extra)} more memory" if extra else ""
     return finding_of(
         severity,
-        f"the config names {name}, but the frozen weights are {wrong}{memory}",
+        f"the checkpoint's config names {name}, but the frozen weights are {wrong}{memory}",
         weights,
         phase="load",
         notes=(plural(len(weights), "weight"), *((loss,) if loss else ()), *costs.estimate(cost, trace)),
