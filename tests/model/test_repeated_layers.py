@@ -14,6 +14,7 @@ from torch import nn
 from isotype.model.repeated_layers import _plan, fold, stands_for
 from isotype.preflight.check import check
 from tests.models import CONFIGS, tiny_batch
+from tests.zoo import ARCHITECTURES
 
 
 def deep(name: str, layers: int = 12) -> transformers.PreTrainedConfig:
@@ -121,6 +122,19 @@ def test_a_layer_number_that_others_are_read_by_follows():
     assert model.cross_attention_layers == [0, 1]
     assert model.layers[-1] is model.get_submodule("layers.5")
     assert len(model.layers[:1]) == 1
+
+
+@pytest.mark.parametrize("read", [-2, [-4, -1]])
+def test_a_tower_whose_inner_layers_are_read_is_whole(read: int | list[int]) -> None:
+    """With a folded tower, `hidden_states[-2]` is the output of the first layer, and all others train nothing."""
+    config = ARCHITECTURES["llava-vl"].build(torch.float32).config
+    config.vision_config.num_hidden_layers = config.text_config.num_hidden_layers = 5
+    config.vision_feature_layer = read
+    model = transformers.LlavaForConditionalGeneration(config)
+    assert numbers(fold(copy.deepcopy(model))) == {0: 1, 4: 4}
+    batch = ARCHITECTURES["llava-vl"].batch()
+    peaks = [check(model, batch, device="cpu-avx512", fold=folded).memory.peak for folded in (True, False)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40))

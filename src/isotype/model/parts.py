@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from isotype.core.names import in_module, listed
-from isotype.model.walk import FoldedList, lists_of_blocks
+from isotype.model.walk import lists_of_blocks
 
 LANGUAGE, PROJECTOR, VISION, AUDIO = "language", "projector", "vision", "audio"
 PARTS = (LANGUAGE, PROJECTOR, VISION, AUDIO)
@@ -58,19 +58,20 @@ def read_parts(parts: str | Iterable[str]) -> tuple[str, ...]:
     return PARTS if ALL in words else tuple(part for part in PARTS if part in words)
 
 
-def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) of each block of a tower if the model does not use the block's output.
+def feature_layers(base: Any) -> list[int]:
+    """Return the indices of the hidden states that a model reads of its tower, as LLaVA. Index 0 is the input of the first block."""
+    config = getattr(base, "config", None)
+    of_tower = getattr(getattr(config, "vision_config", None), "feature_layer", None)  # Phi-4 multimodal
+    indices = getattr(config, "vision_feature_layer", of_tower)
+    return [indices] if isinstance(indices, int) else list(indices or ())
 
-    LLaVA reads only some hidden states of its tower. `vision_feature_layer` contains their indices. Index 0 is the
-    input of the first block.
-    """
-    indices = getattr(getattr(base, "config", None), "vision_feature_layer", None)
-    layers = [indices] if isinstance(indices, int) else list(indices or ())
+
+def unread_layers(base: Any) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) of each block of a tower if the model does not use the block's output."""
+    layers = feature_layers(base)
     names = {id(module): name for name, module in base.named_modules()}
     for _, tower in towers_of(base) if layers else ():
         for _, blocks in lists_of_blocks(tower, 1):
-            if isinstance(blocks, FoldedList):
-                continue
             count = len(list(blocks.children()))
             last = max(layer if layer >= 0 else count + 1 + layer for layer in layers)
             reason = f"the model reads only the output of layer {listed(map(str, layers))} of the tower"

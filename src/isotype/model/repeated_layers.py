@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from isotype.compat.peft import without_peft
 from isotype.compat.swapped import swap
 from isotype.compat.torch import forward_hooks, forward_pre_hooks, own_buffers, own_parameters
 from isotype.core.names import grouped
+from isotype.model.parts import feature_layers, towers_of
 from isotype.model.walk import STANDS_FOR, FoldedList, lists_of_blocks
 
 _FEWEST = 4  # for up to 3 equal layers folding saves little
@@ -64,16 +66,21 @@ class _Fold:
 def fold(model: nn.Module) -> nn.Module:
     """Remove layers of a model that equal other layers, in place. Return the model.
 
-    Only lists of at least 4 layers are folded. Layers are equal if their modules, parameters and buffers are equal.
-    Equal modules have the same class and plain attributes (except the layer's number). Equal tensors have the same
-    name, shape, dtype, device and `requires_grad`. The first and last layer of each kind stay, with their names
+    Only lists of at least 4 layers are folded, and none of a tower if the model reads the outputs of its inner layers by
+    number. Layers are equal if their modules, parameters and buffers are equal. Equal modules have the same class and plain
+    attributes (except the layer's number). Equal tensors have the same name, shape, dtype, device and `requires_grad`. The first and last layer of each kind stay, with their names
     (`model.layers.0`, `model.layers.79`). The first layer represents only itself, so that its extra work counts once.
     The last layer represents all others (attribute `_stands_for`). Layer numbers and configs are updated.
     """
+    base = without_peft(model)
+    towers = towers_of(base) if feature_layers(base) not in ([], [-1]) else ()
+    numbered = {id(module) for _, tower in towers for module in tower.modules()}
     folded: list[tuple[nn.Module, nn.Module, _Fold]] = []
     for owner, layers in lists_of_blocks(model, _FEWEST):
         around = tuple(_around(model, owner))
-        by_number = any(getattr(_config_of(around), name, 0) for name in _NOT_FOLDED)
+        by_number = (
+            any(getattr(_config_of(around), name, 0) for name in _NOT_FOLDED) or id(layers) in numbered
+        )
         if isinstance(layers, FoldedList) or by_number or _is_sliced(around, layers):
             continue
         plan = _plan([_signature(layer) for layer in layers.children()])
