@@ -67,6 +67,8 @@ def parse(argv: Sequence[str]) -> Options:
         problems.append(Problem("no script", expected, "isotype run train.py --epochs 1"))
     elif options.module is None and not Path(target).exists():
         problems.append(Problem(target, "a script that exists", "check the path"))
+    elif options.module is None and (command := _COMMANDS.get(Path(target).suffix)):
+        problems.append(Problem(target, "a Python script", command.format(target)))
     if options.steps < 1:
         fix = "omit --steps to watch one step"
         problems.append(Problem(f"--steps {options.steps}", "1 or more", fix))
@@ -79,6 +81,14 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(
         target, options.module is not None, tuple(rest), options.steps, options.device, seconds, options.watch
     )
+
+
+_TRAIN = "isotype sft --model_name_or_path MODEL --dataset_name {}"
+_COMMANDS = {
+    **dict.fromkeys((".jsonl", ".json", ".csv", ".parquet"), _TRAIN),
+    **dict.fromkeys((".yaml", ".yml"), "isotype check {}"),
+}
+"""Maps the suffix of a file that is no script (as Python, a line of JSON runs without an error) to the command that reads it."""
 
 
 def _script_path(target: str) -> str:

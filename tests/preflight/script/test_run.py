@@ -212,6 +212,17 @@ def test_what_cannot_be_run_is_said(argv: list[str], given: str) -> None:
     assert given in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "command"), [("rows.jsonl", "isotype sft "), ("lora.yaml", "isotype check ")]
+)
+def test_a_file_of_another_command_is_not_run(tmp_path: Path, name: str, command: str) -> None:
+    (tmp_path / name).write_text('{"text": "a"}\n')
+    with pytest.raises(UsageError, match="a Python script") as raised:
+        parse([str(tmp_path / name)])
+    assert command in str(raised.value)
+    assert name in str(raised.value)
+
+
 # ----------------------------------------------------------------------------------------------------- the diagnosis
 
 
