@@ -39,6 +39,7 @@ class Ledger:
         # (phase, True without gradients) -> bytes at the peak: in total, by kind, and saved by layers.
         self._peaks: dict[tuple[Phase, bool], tuple[int, dict[MemoryKind, int], int]] = {}
         self._saved = self._layers = 0
+        self._highest_inside = 0  # of `total`, since the forward of the last representing module began
         self._points: list[MemoryPoint] = []
         self._point_total = -1
         self._stride, self._changes = 1, 0
@@ -97,6 +98,10 @@ class Ledger:
         """Return the number of the newest counted storage, for the argument `since` of other methods."""
         return self._created
 
+    def enter_representing(self) -> None:
+        """Record the start of the forward of a module that represents several modules."""
+        self._highest_inside = self.total
+
     def multiply(
         self,
         module: str,
@@ -121,9 +126,10 @@ class Ledger:
         self._surplus.setdefault(module, {}).update(surplus)
         self._left.discard(module)
         self._times[module] = times
-        added = sum(surplus.values())
+        added, transient = sum(surplus.values()), self._highest_inside - self.total
         for size in _steps(added, times - 1):
             self._change("activations", size)
+        self.touch("activations", transient)  # of the last of these modules, when the others have saved theirs
         return added
 
     def saved_by_layer(self, since: int, added: int, times: int) -> None:
@@ -136,7 +142,9 @@ class Ledger:
         passed, alive = {storage_of(output) for output in outputs}, self._activations(since)
         kept = {key: size * (times - 1) for key, size in alive.items() if key not in passed}
         self._surplus.setdefault(module, {}).update(kept)
+        transient = self._highest_inside - self.total
         self._change("activations", sum(kept.values()))
+        self.touch("activations", transient)
 
     def _activations(self, since: int) -> dict[int, int]:
         """Return storage -> bytes of the live activations that were counted after the mark `since`."""
@@ -251,6 +259,7 @@ class Ledger:
             self._points, self._stride = _halved(self._points), self._stride * 2
 
     def _note_peak(self) -> None:
+        self._highest_inside = max(self._highest_inside, self.total)
         for bare in (False, True):
             total = self.total - (self._now.get("gradients", 0) if bare else 0)
             if self._phase == "backward":

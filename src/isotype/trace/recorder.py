@@ -180,6 +180,8 @@ class Recorder(UncompiledMode):  # type: ignore[no-untyped-call]
         self, name: str, repeats: int = 1, returns: Origin | None = None, module: nn.Module | None = None
     ) -> None:
         """Record the start of a module's forward. `returns`: origin of the input's dtype if the output is cast to it."""
+        if self._frames and repeats != self._frames[-1].repeats:
+            self.ledger.enter_representing()
         self._frames.append(_Frame(name, repeats, self.ledger.mark(), returns, module))
 
     @listening
