@@ -281,6 +281,28 @@ def test_folded_layers_count_as_the_whole_model(dtype: torch.dtype, trainable: s
     assert size[0] == size[1]
 
 
+def test_the_peak_inside_the_last_folded_layer_counts_the_others() -> None:
+    """A frozen tower has its peak in the last layer, whose temporaries exist beside what all layers have saved."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 32 * WIDTH), nn.Linear(32 * WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(self.up(x).sin())  # saves the operand of the sine, and no result
+
+    def peak(stands: tuple[int, ...]) -> int:
+        model = Stack(stands)
+        model.layers = nn.ModuleList(Wide() for _ in stands)
+        for layer, count in zip(model.layers.requires_grad_(False), stands, strict=True):
+            setattr(layer, STANDS_FOR, count)
+        setup = Setup(device_profile("cpu"), None, False, "adamw", FP32, phases=("forward",))
+        return sum(trace_step(StepRequest(model, ids(8, 32)), setup).memory.phases["forward"].values())
+
+    assert peak((1, 5)) == pytest.approx(peak((1,) * 6), rel=0.03)
+
+
 def test_the_timeline_keeps_the_worst_moment_of_every_stretch() -> None:
     book = Ledger()
     book.begin("forward")
