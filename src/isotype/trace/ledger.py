@@ -129,7 +129,7 @@ class Ledger:
         added, transient = sum(surplus.values()), self._highest_inside - self.total
         for size in _steps(added, times - 1):
             self._change("activations", size)
-        self.touch("activations", transient)  # of the last of these modules, when the others have saved theirs
+        self.touch("activations", transient)  # the others have saved theirs when the last one runs
         return added
 
     def saved_by_layer(self, since: int, added: int, times: int) -> None:
