@@ -142,9 +142,7 @@ class Ledger:
         passed, alive = {storage_of(output) for output in outputs}, self._activations(since)
         kept = {key: size * (times - 1) for key, size in alive.items() if key not in passed}
         self._surplus.setdefault(module, {}).update(kept)
-        transient = self._highest_inside - self.total
         self._change("activations", sum(kept.values()))
-        self.touch("activations", transient)
 
     def _activations(self, since: int) -> dict[int, int]:
         """Return storage -> bytes of the live activations that were counted after the mark `since`."""
