@@ -12,7 +12,7 @@ from torch import nn
 from isotype.checkpoint.checkpoint import local_path, open_checkpoint
 from isotype.checkpoint.facts import facts_of, quantization_of
 from isotype.checkpoint.fill import dtypes_of
-from isotype.checkpoint.formats.headers import CheckpointHeaders, dtypes_named, read_headers
+from isotype.checkpoint.formats.headers import CheckpointHeaders, read_headers
 from isotype.checkpoint.formats.hub import local_snapshot, remote_headers
 from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.formats.tensor import TensorHeader
@@ -21,7 +21,7 @@ from isotype.checkpoint.mapping.stored import StoredTensor, main_form, stored_te
 from isotype.checkpoint.mapping.weight_map import Source
 from isotype.checkpoint.resolve import resolve_precision
 from isotype.checkpoint.weightless import left_dense, quantized_weights, skeleton, store
-from isotype.core.dtypes import dtype_name
+from isotype.core.dtypes import dtype_name, dtypes_named
 from isotype.core.errors import CheckpointError
 from isotype.core.formats import METHODS, QUANTIZATIONS
 from isotype.core.names import alternatives, grouped, starred

@@ -1,7 +1,8 @@
 """Conversion between dtype names and `torch.dtype`."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -46,6 +47,13 @@ GGUF_TYPES: dict[str, torch.dtype] = {
 def dtype_name(dtype: torch.dtype) -> str:
     """Return `"bfloat16"` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtypes_named(config: Mapping[str, Any]) -> list[str]:
+    """Return the dtype names in config.json, for the model and for its text config, except `auto`."""
+    holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, Mapping)]
+    names = [holder.get("dtype") or holder.get("torch_dtype") for holder in holders]
+    return [name.removeprefix("torch.") for name in names if isinstance(name, str) and name != "auto"]
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from isotype.compat.imports import code_refused
+from isotype.core.dtypes import dtypes_named
 from isotype.core.errors import CheckpointError, UsageError
 
 TOKENIZER_FILES = (
@@ -78,8 +79,8 @@ def saved_dtype(config: Any) -> torch.dtype | None:
         content = json.loads(path.read_bytes()) if path else {}
     except (OSError, ValueError, RecursionError):
         content = {}
-    name = content.get("dtype") or content.get("torch_dtype") if isinstance(content, dict) else None
-    dtype = getattr(torch, name, None) if isinstance(name, str) else getattr(config, "dtype", None)
+    names = dtypes_named(content) if isinstance(content, dict) else []
+    dtype = getattr(torch, names[0], None) if names else getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
 

@@ -154,8 +154,8 @@ class Call:
         flops: FLOPs of a matmul-like operator, two per multiply-add; 0 for other operators.
         repeats: number of calls in the real step (more than 1 inside a folded layer).
         recomputed: True if gradient checkpointing runs this forward call again in the backward.
-        off: error by rounding to 16 bits: of the argument of a sine or cosine, in radians; of the integers that an `arange` or a
-            cast returns; or of the argument of a root, power, logarithm or reciprocal, relative to it; 0 if unknown.
+        off: error by rounding to 16 bits; 0 if unknown. It is the error of a sine's or cosine's angle, of the integers that an
+            `arange` or a cast returns, or (relative) of the argument of a root, power, logarithm or reciprocal.
         rounded_at: `file:line` where the values of `off` were rounded, or the name of a 16-bit input or buffer.
         emptied: number of rows whose finite values all became minus infinity in a cast; 0 if values are unknown.
         numbers: names and values of Python float arguments: `(("min", 1e-12),)`.
@@ -269,8 +269,7 @@ class Weight:
         gathered: the dtype in which FSDP2 gathers the weight for a forward; None if FSDP2 casts no weights.
         was: the dtype that the weight had before the step's code cast it; None if the code does not cast it.
         reader: class of another module whose code reads the weight without calling the weight's layer; else "".
-        set_on: name and value of an attribute that code set without effect, such as (`encoder.requires_grad`, False); else
-            None.
+        set_on: attribute (name, value) that code set without effect, such as (`encoder.requires_grad`, False); else None.
         set_at: how a script's line set the dtype: `cast at train.py:12`; "" if unknown.
         codes_set_at: how a script's line replaced packed codes without their quantization state; "" if none is known.
         emptied_at: the script's line that called `to_empty`, if nothing has set the values since; else "".

@@ -37,7 +37,7 @@ from isotype.records.trace import CASTS, Call, Operand, Trace
 from isotype.rules.kit.findings import Findings, advice, finding_at, finding_of, fix, rounding_at
 from isotype.rules.kit.groups import Claim
 from isotype.rules.kit.weight_sets import counted, names
-from isotype.rules.kit.words import cause_text, device_error, op_name
+from isotype.rules.kit.words import ANGLES, cause_text, device_error, op_name
 
 _ONLY_COMPLEX = re.compile("only supported for complex tensors|non-complex dtypes")
 CLAIMS = (Claim("step", lambda broken: bool(_ONLY_COMPLEX.search(broken.call.refusal))),)
@@ -124,7 +124,7 @@ def _made_real(trace: Trace, call: Call, operand: Operand, error: str = "") -> F
 
 def _angles(trace: Trace, reported: Collection[str]) -> Findings:
     """Yield findings for sines and cosines whose angle comes from rounded numbers. `reported`: modules to skip."""
-    circular = (call for call in trace.calls if op_name(call) in ("sin", "cos") and not call.recomputed)
+    circular = (call for call in trace.calls if op_name(call) in ANGLES and not call.recomputed)
     off = (call for call in circular if call.off > _OFF and call.module not in reported)
     for at, calls in grouped(off, lambda call: call.rounded_at).items():
         first = max(calls, key=lambda call: call.off)

@@ -32,7 +32,7 @@ from isotype.core.names import grouped, short
 from isotype.records.trace import Call, Trace
 from isotype.rules.kit.findings import Findings, advice, finding_at, rounding_at
 from isotype.rules.kit.weight_sets import spacing
-from isotype.rules.kit.words import at, evidence, op_name, place
+from isotype.rules.kit.words import ANGLES, COUNTS, at, evidence, op_name, place
 
 _REDUCTIONS = ("_log_softmax", "logsumexp", "logcumsumexp", "cumsum", "cumprod")
 _LONG = 256
@@ -40,8 +40,6 @@ _LONG = 256
 
 _CANCELLED = 0.25  # relative error of the operand of a root, power, logarithm or reciprocal
 _NEAR = "a difference of nearly equal numbers, such as 1 - x for x near 1, has few correct digits"
-_ABSOLUTE = frozenset({"sin", "cos", "arange", "_to_copy"})
-"""Operators whose `Call.off` is an absolute error."""
 
 _INACCURATE = 1 / 16
 """The rule reports a sum if its relative error is at least this large. It assumes that each addition is wrong by half a unit in the last place."""
@@ -59,7 +57,7 @@ def find(trace: Trace) -> Findings:
                 cause=f"the sum at {short(calls[0].source) or calls[0].module} is {dtype_name(low)}",
                 fixes=(advice(place(calls[0]), "add the numbers in float32"),),
             )
-    imprecise = (c for c in forward if c.off >= _CANCELLED and op_name(c) not in _ABSOLUTE)
+    imprecise = (c for c in forward if c.off >= _CANCELLED and op_name(c) not in ANGLES | COUNTS)
     known = (call for call in imprecise if ":" in call.rounded_at or call.rounded_at in trace.owners)
     for (at_line, _), calls in grouped(known, lambda call: (call.rounded_at, place(call))).items():
         first, (cause, keep) = max(calls, key=lambda call: call.off), rounding_at(trace, at_line, "")

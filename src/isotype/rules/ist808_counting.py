@@ -27,13 +27,13 @@ from isotype.core.dtypes import EXACT_INTEGERS, FLOATS, dtype_name
 from isotype.core.names import grouped, short
 from isotype.records.trace import Call, Operand, Trace
 from isotype.rules.kit.findings import Findings, advice, finding_at, fix
-from isotype.rules.kit.words import cause_text, op_name
+from isotype.rules.kit.words import ANGLES, COUNTS, cause_text, op_name
 
 
 def find(trace: Trace) -> Findings:
     yield from _counters(trace)
     # IST803 reports sines and cosines.
-    angles = {call.rounded_at for call in trace.calls if call.off and op_name(call) in ("sin", "cos")}
+    angles = {call.rounded_at for call in trace.calls if call.off and op_name(call) in ANGLES}
     wrong = (call for call in trace.calls if _rounds(call) and call.source not in angles)
     for (source, dtype), calls in grouped(wrong, lambda call: (call.source, call.results[0][0])).items():
         name, operands = dtype_name(dtype), calls[0].operands
@@ -78,7 +78,7 @@ def _is_counter(call: Call) -> bool:
 
 def _rounds(call: Call) -> bool:
     """Return True if an `arange`, or a cast of its result or of an integer input, returns wrong integers."""
-    counts = op_name(call) in ("arange", "_to_copy") and all(map(_is_count, call.operands))
+    counts = op_name(call) in COUNTS and all(map(_is_count, call.operands))
     return counts and call.off >= 1 and call.phase in ("forward", "generate") and not call.recomputed
 
 

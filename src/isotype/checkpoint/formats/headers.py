@@ -18,6 +18,7 @@ from isotype.checkpoint.formats.json_file import read_json
 from isotype.checkpoint.formats.safetensors import read_safetensors
 from isotype.checkpoint.formats.tensor import DAMAGED, HeaderFile, TensorHeader, by_name, printable
 from isotype.checkpoint.formats.torch_file import read_torch_header
+from isotype.core.dtypes import dtypes_named
 from isotype.core.errors import CheckpointError, Problem
 from isotype.core.names import listed
 
@@ -87,13 +88,6 @@ def quantization_beside(weights: Path) -> Mapping[str, Any]:
     if isinstance(options, dict):
         return {"quant_method": "modelopt", **options}
     return {"quant_method": "cast"} if any("float8" in dtype for dtype in dtypes_named(config)) else {}
-
-
-def dtypes_named(config: Mapping[str, Any]) -> list[str]:
-    """Return the dtype names in config.json, for the model and for its text config, except `auto`."""
-    holders = [holder for holder in (config, config.get("text_config")) if isinstance(holder, Mapping)]
-    names = [holder.get("dtype") or holder.get("torch_dtype") for holder in holders]
-    return [name.removeprefix("torch.") for name in names if isinstance(name, str) and name != "auto"]
 
 
 def _read_headers(path: Path, file: Path, kind: Kind) -> CheckpointHeaders:

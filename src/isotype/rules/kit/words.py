@@ -65,6 +65,12 @@ def at(source: str) -> str:
     return f" at {short(source)}" if source else ""
 
 
+ANGLES = frozenset({"sin", "cos"})
+"""Operators whose `Call.off` is the error of an angle."""
+COUNTS = frozenset({"arange", "_to_copy"})
+"""Operators whose `Call.off` is the error of integers."""
+
+
 def op_name(call: Call) -> str:
     """Return `mm` for the operator `aten.mm.default`; "" for an operator of another library than torch."""
     return call.op.split(".")[1] if call.op.startswith("aten.") else ""
