@@ -11,11 +11,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
 from isotype.cli.main import main
 from isotype.compat.imports import code_refused
 from isotype.core.errors import CheckpointError, UsageError
-from isotype.core.pretrained import pretrained
+from isotype.core.pretrained import pretrained, saved_dtype
 from tests.train.tiny import rows, save_chat_model, save_rows
 
 SOURCE = Path(__file__).parents[2] / "src" / "isotype"
@@ -190,3 +192,14 @@ def test_torch_unpickles_tensors_alone() -> None:
                 assert [ast.unparse(value) for value in only] == ["True"], f"{path}:{node.lineno}"
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec", "pickle.loads"):
                 pytest.fail(f"{path}:{node.lineno}")
+
+
+@pytest.mark.parametrize("name", ["embedded:smollm2", "/a/removed/directory", "", "no-such/model"])
+def test_the_dtype_of_a_config_without_a_file_is_its_own(name: str) -> None:
+    config = LlamaConfig(name_or_path=name, dtype="bfloat16")
+    assert saved_dtype(config) == torch.bfloat16
+
+
+def test_the_dtype_of_a_composite_config_may_be_its_texts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"dtype": "torch.bfloat16"}}))
+    assert saved_dtype(LlamaConfig(name_or_path=str(tmp_path), dtype="float32")) == torch.bfloat16

@@ -89,6 +89,10 @@ def _local(source: Path | str, name: str, revision: str | None) -> Path | None:
         path = Path(source) / name
         return path if path.is_file() else None
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    cached = try_to_load_from_cache(str(source), name, revision=revision)
+    try:
+        cached = try_to_load_from_cache(str(source), name, revision=revision)
+    except HFValidationError:
+        return None  # no hub id, such as `embedded:smollm2` or the path of a removed directory
     return Path(cached) if isinstance(cached, str) else None
